@@ -1,11 +1,14 @@
-"""What products with the frozen weights in bfloat16 (``base_products``) save of an update with LoRA on a CPU.
+"""What products with the frozen weights in bfloat16 (``base_products``) save of an update with LoRA
+on a CPU.
 
     OMP_NUM_THREADS=1 python benchmarks/base_products.py --pairs 7
 
-One update of GRPO without its optimizer step: the loss and its gradient on groups of 8 rows that share a prompt of 108 tokens and
-have answers of 60, in one micro-batch. The model has random weights in the shapes of SmolLM2-135M, with LoRA of rank 16 on all linear
-layers, and is float32. Both ways take turns in one process. Prints one JSON object: median CPU-seconds, the ratio of the pairs
-(how many times as fast bfloat16 is: median, least and most but one), and the relative difference of the gradients.
+One update of GRPO without its optimizer step: the loss and its gradient on groups of 8 rows that
+share a prompt of 108 tokens and have answers of 60, in one micro-batch. The model has random
+weights in the shapes of SmolLM2-135M, with LoRA of rank 16 on all linear layers, and is float32.
+Both ways take turns in one process. Prints one JSON object: median CPU-seconds, the ratio of the
+pairs (how many times as fast bfloat16 is: median, least and most but one), and the relative
+difference of the gradients.
 """
 
 import argparse
@@ -44,7 +47,8 @@ def make_rows(count: int) -> TensorDict:
 
 
 def make_losses() -> dict[str | None, LLMGRPOLoss]:
-    """With all products in float32, and with those of the base in bfloat16; adapters have the same random weights."""
+    """With all products in float32, and with those of the base in bfloat16; adapters have the same
+    random weights."""
     losses = {}
     for products in (None, "bfloat16"):
         torch.manual_seed(0)
@@ -69,7 +73,8 @@ def main() -> None:
     arguments = parser.parse_args()
     losses = make_losses()
     rows = write_loss_weights(make_rows(arguments.rows), losses[None])
-    with torch.no_grad():  # no ratio differs from 1 for the first, as in an update on its own policy
+    # no ratio differs from 1 for the first, as in an update on its own policy
+    with torch.no_grad():
         rows["sample_log_prob"] = losses[None].actor_network(rows.clone())["log_prob"]
     seconds: dict[str | None, list[float]] = {None: [], "bfloat16": []}
     for number in range(1 + arguments.pairs):

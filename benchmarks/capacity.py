@@ -1,11 +1,13 @@
-"""What a run on N GPUs would look like: computed from sizes and rates, and checked against the simulated collector.
+"""What a run on N GPUs would look like: computed from sizes and rates, and checked against the
+simulated collector.
 
     python benchmarks/capacity.py                   # the tables of docs/scaling.md
     python benchmarks/capacity.py --simulate        # with the simulation's column; a minute
 
-Nothing here was measured on these machines. A GPU has the rates of its data sheet times the shares of them that good code reaches
-(:class:`GPU`); a model is its numbers (:class:`Model`); conversations are those of a game (:class:`Game`). On one GPU sampling and
-learning take turns. On more they go on at the same time, on GPUs of their own, divided so that neither waits for the other.
+Nothing here was measured on these machines. A GPU has the rates of its data sheet times the shares
+of them that good code reaches (:class:`GPU`); a model is its numbers (:class:`Model`);
+conversations are those of a game (:class:`Game`). On one GPU sampling and learning take turns. On
+more they go on at the same time, on GPUs of their own, divided so that neither waits for the other.
 """
 
 import argparse
@@ -43,7 +45,8 @@ H100 = GPU("H100 80 GB", 80 * GB, 989e12, 3.35e12)
 
 @dataclass(frozen=True)
 class Model:
-    """A language model by its numbers; weights and activations in bfloat16, LoRA of rank ``rank`` on every linear layer."""
+    """A language model by its numbers; weights and activations in bfloat16, LoRA of rank ``rank``
+    on every linear layer."""
 
     name: str
     layers: int
@@ -96,7 +99,8 @@ class Game:
     env_s: float = 0.05
     group: int = 8
     shared: float = 1.5
-    """Tokens of the rows over the different ones among them: what computing shared tokens once saves."""
+    """Tokens of the rows over the different ones among them: what computing shared tokens once
+    saves."""
 
     @property
     def tokens(self) -> int:
@@ -113,7 +117,8 @@ class Game:
 class Layout:
     """A run: which GPUs do what, and what it takes.
 
-    ``engines`` of ``tensor_parallel`` GPUs each sample, ``learners`` GPUs train; with one GPU both take turns on it.
+    ``engines`` of ``tensor_parallel`` GPUs each sample, ``learners`` GPUs train; with one GPU both
+    take turns on it.
     """
 
     model: Model
@@ -131,7 +136,8 @@ class Layout:
 
     @cached_property
     def step_s(self) -> float:
-        """A step of an engine: its weights and the keys and values of all contexts are read once."""
+        """A step of an engine: its weights and the keys and values of all contexts are read
+        once."""
         size = 2 * self.model.parameters + self.slots * self.model.kv_bytes * self.game.tokens / 2
         return self.gpu.read_s(size) / self.tensor_parallel + 0.004  # launches, sampling, Python
 
@@ -148,7 +154,8 @@ class Layout:
 
     @cached_property
     def rollout_s(self) -> float:
-        """A batch. Where sampling waits for the update, the last conversations play alone, for about as long as one more takes."""
+        """A batch. Where sampling waits for the update, the last conversations play alone, for
+        about as long as one more takes."""
         rounds = self.batch / (self.engines * self.slots)
         return (rounds + (self.gpus == 1)) * self.episode_s
 
@@ -156,8 +163,8 @@ class Layout:
 
     @cached_property
     def update_s(self) -> float:
-        """Of the different tokens, in flops a parameter: forward and backward, 4 (frozen weights have no gradient), and the
-        passes of the old policy and of the reference, 2 each."""
+        """Of the different tokens, in flops a parameter: forward and backward, 4 (frozen weights
+        have no gradient), and the passes of the old policy and of the reference, 2 each."""
         tokens = self.batch * self.game.tokens / self.game.shared
         return self.gpu.train_s((4 + 2 + 2) * self.model.parameters * tokens) / self.learners
 
@@ -198,7 +205,8 @@ def layout(
     """The division of the GPUs with the shortest iteration."""
     fit = fitting_slots(model, game, gpu, tensor_parallel, 0.9 if staleness else 0.5)
     choices = [
-        # While an update runs, so many batches are in flight as they may be old, and one where sampling waits for it.
+        # While an update runs, so many batches are in flight as they may be old, and one where
+        # sampling waits for it.
         Layout(
             model, game, gpu, gpus, n, tensor_parallel, gpus - n * tensor_parallel or 1,
             max(1, min(fit, max(1, staleness) * batch // n)), batch, staleness,
@@ -209,7 +217,8 @@ def layout(
 
 
 def simulated_share(each: Layout, *, batches: int = 4) -> float:
-    """Iterations per second of a simulated collector with its part of the engines, over what :class:`Layout` says.
+    """Iterations per second of a simulated collector with its part of the engines, over what
+    :class:`Layout` says.
 
     Its part is that of one learner, one engine at least. Groups are not simulated.
     """

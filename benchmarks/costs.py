@@ -1,4 +1,5 @@
-"""What the simulation is told (:class:`~torchrl_llm.testing.simulation.Costs`): each cost is measured alone, none from a throughput."""
+"""What the simulation is told (:class:`~torchrl_llm.testing.simulation.Costs`): each cost is
+measured alone, none from a throughput."""
 
 import statistics
 import time
@@ -36,10 +37,11 @@ class TimedPolicy(SleepingPolicy):
 
 
 def step_and_turn(env: GEMEnv, policy: TimedPolicy, *, episodes: int) -> tuple[float, float]:
-    """Seconds of an engine's step, and seconds a turn in which the engine waits, in a process that does nothing else.
+    """Seconds of an engine's step, and seconds a turn in which the engine waits, in a process that
+    does nothing else.
 
-    The engine sleeps as it does in a worker: behind one that does not sleep, a turn takes half as long, for nothing has left the
-    caches and no thread has to be woken.
+    The engine sleeps as it does in a worker: behind one that does not sleep, a turn takes half as
+    long, for nothing has left the caches and no thread has to be woken.
     """
     collector = AsyncTurnCollector(env, policy, batch_size=episodes)
     try:

@@ -1,4 +1,5 @@
-"""Which credit assignment should I use? The estimators on identical data, and what they teach a model.
+"""Which credit assignment should I use? The estimators on identical data, and what they teach a
+model.
 
     python benchmarks/credit.py gradients --output-dir runs/credit
     python benchmarks/credit.py sweeps --output-dir runs/credit
@@ -11,18 +12,23 @@
     python benchmarks/credit.py real run --init-from runs/smollm2/warm/checkpoints/last
     python benchmarks/credit.py real report
 
-``gradients`` draws batches from a language MDP that is small enough to enumerate and compares the gradient of each
-estimator's loss with the true one; ``sweeps`` changes one choice at a time there. ``learning`` trains LLMPPO, LLMREINFORCE and GRPO with several seeds, on GuessTheNumber
-(:mod:`learning`'s runs) or on :class:`~torchrl_llm.testing.environments.EarlyDecision`, where each algorithm first chooses its
-learning rate and entropy bonus from the same grid, on seeds that are not reported. A run that is finished (it has a ``result.json``) is not
-run again. ``report`` writes the tables and plots of ``docs/results/credit.md`` for which there are data.
+``gradients`` draws batches from a language MDP that is small enough to enumerate and compares the
+gradient of each estimator's loss with the true one; ``sweeps`` changes one choice at a time there.
+``learning`` trains LLMPPO, LLMREINFORCE and GRPO with several seeds, on GuessTheNumber
+(:mod:`learning`'s runs) or on :class:`~torchrl_llm.testing.environments.EarlyDecision`, where each
+algorithm first chooses its learning rate and entropy bonus from the same grid, on seeds that are
+not reported. A run that is finished (it has a ``result.json``) is not run again. ``report`` writes
+the tables and plots of ``docs/results/credit.md`` for which there are data.
 
-``study`` compares eight estimators in four worlds (:mod:`torchrl_llm.testing.credit_worlds`), each of which separates some of them.
-``register`` writes hypotheses, seeds, settings and rules (:mod:`credit_study.registered`), which are committed before ``run``
-starts; ``run`` uses all cores and goes on where it was interrupted; ``report`` writes tables, plots and ``docs/results/data/credit.json``.
+``study`` compares eight estimators in four worlds (:mod:`torchrl_llm.testing.credit_worlds`), each
+of which separates some of them. ``register`` writes hypotheses, seeds, settings and rules
+(:mod:`credit_study.registered`), which are committed before ``run`` starts; ``run`` uses all cores
+and goes on where it was interrupted; ``report`` writes tables, plots and
+``docs/results/data/credit.json``.
 
-``real`` asks once of a real model whether its ranking holds (:mod:`credit_study.real_model`): SmolLM2 from the warm start of ``make demo MODEL=smollm2``,
-one run for each estimator, 12 to 18 CPU-minutes and 5 GB each.
+``real`` asks once of a real model whether its ranking holds (:mod:`credit_study.real_model`):
+SmolLM2 from the warm start of ``make demo MODEL=smollm2``, one run for each estimator, 12 to 18
+CPU-minutes and 5 GB each.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""Which GEM environments play, and what a random player earns: the table of ``docs/environments.md``.
+"""Which GEM environments play, and what a random player earns: the table of
+``docs/environments.md``.
 
     python benchmarks/environments.py --episodes 10
 
-Plays every registered id through GEMEnv: with a random player, with a clumsy one that keeps to no format and, where one is
-easy to write, with one that wins. Nothing is fetched. Environments that read word lists or datasets get small ones made
-here; those that lack a package are listed with it.
+Plays every registered id through GEMEnv: with a random player, with a clumsy one that keeps to no
+format and, where one is easy to write, with one that wins. Nothing is fetched. Environments that
+read word lists or datasets get small ones made here; those that lack a package are listed with it.
 """
 
 import argparse
@@ -278,7 +279,8 @@ def factory(env_id: str) -> Callable[[], Any]:
 
 @dataclass
 class Played:
-    """What some episodes came to: most turns, mean return, share of successes, what failed, seconds."""
+    """What some episodes came to: most turns, mean return, share of successes, what failed,
+    seconds."""
 
     turns: int
     reward: float
@@ -386,11 +388,13 @@ def main() -> None:
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # CodeEnv's python
+    # CodeEnv's python
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     lines = ["| id | success is | most turns | random: return | random: success | other player: success | status |"]
     lines.append("|---|---|---|---|---|---|---|")
-    with word_lists(), tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # CodeEnv writes where it is
+    # CodeEnv writes where it is
+    with word_lists(), tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         for env_id in filter(lambda name: name.startswith(args.ids), ENV_REGISTRY):
             with contextlib.redirect_stdout(sys.stderr):
                 row = line(env_id, args.episodes)

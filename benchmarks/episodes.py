@@ -3,13 +3,15 @@
     OMP_NUM_THREADS=1 python benchmarks/episodes.py --algo GRPO
     OMP_NUM_THREADS=1 python benchmarks/episodes.py --game TowerofHanoi --model 135M
 
-``--algo``: GuessTheNumber-easy as the small model of the package plays it, with the settings of ``examples/configs/tiny_*.yaml``;
-the whole update, scores and credit included. ``--game``: a board game that a scripted player plays with random legal moves for
-eight turns, ``--groups`` tasks ``--group`` times each, encoded by a tokenizer trained on its texts; a forward, and a backward of
+``--algo``: GuessTheNumber-easy as the small model of the package plays it, with the settings of
+``examples/configs/tiny_*.yaml``; the whole update, scores and credit included. ``--game``: a board
+game that a scripted player plays with random legal moves for eight turns, ``--groups`` tasks
+``--group`` times each, encoded by a tokenizer trained on its texts; a forward, and a backward of
 the sum of the log-probs, on a random model in the shape of a real one (``benchmarks/learn.py``).
 
-Prints one JSON object: ``speedup``, the median over the rounds; ``rounds``, that of each; ``shared``, the tokens of the rows over the
-tokens of their trie, the most that could be saved; and ``turns``, of an episode.
+Prints one JSON object: ``speedup``, the median over the rounds; ``rounds``, that of each;
+``shared``, the tokens of the rows over the tokens of their trie, the most that could be saved; and
+``turns``, of an episode.
 """
 
 import argparse
@@ -145,7 +147,8 @@ def shape(rows: TensorDictBase) -> dict[str, float]:
 
 
 def updates(algo: str, rounds: int) -> Iterator[tuple[TensorDictBase, dict[str, float]]]:
-    """Rows that the small model played, and CPU-seconds of a whole update on them, plainly and shared."""
+    """Rows that the small model played, and CPU-seconds of a whole update on them, plainly and
+    shared."""
     with tempfile.TemporaryDirectory() as folder:
         runs: dict[str, Run] = {}
         for name in ("plain", "shared"):

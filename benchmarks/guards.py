@@ -1,11 +1,13 @@
-"""What the guards that were tried do to a run: LLMREINFORCE on drawn seeds, each guard instead of ``target_kl``.
+"""What the guards that were tried do to a run: LLMREINFORCE on drawn seeds, each guard instead of
+``target_kl``.
 
     OMP_NUM_THREADS=1 python benchmarks/guards.py --seeds 8 --jobs 2
     OMP_NUM_THREADS=1 python benchmarks/guards.py --guard amsgrad --seeds 8
 
-The runs are those of ``learning.py --seeds N --algo LLMREINFORCE`` but for the guard. The last four are not in the library:
-they are what a user would write to try them, an optimizer option, a hook of the optimizer, an estimator. Writes the runs and
-``summary.md`` to ``--output-dir``. Finished runs are not repeated.
+The runs are those of ``learning.py --seeds N --algo LLMREINFORCE`` but for the guard. The last four
+are not in the library: they are what a user would write to try them, an optimizer option, a hook of
+the optimizer, an estimator. Writes the runs and ``summary.md`` to ``--output-dir``. Finished runs
+are not repeated.
 """
 
 import argparse
@@ -27,7 +29,8 @@ from torchrl_llm.report import run_and_report
 from torchrl_llm.runs import Run, RunConfig, build_run
 
 FLOOR = 0.3
-"""Smallest standard deviation that returns are divided by; of a game that pays 0 or 1, half won, it is 0.5."""
+"""Smallest standard deviation that returns are divided by; of a game that pays 0 or 1, half won, it
+is 0.5."""
 SPIKE = 1.5
 """A gradient is shortened to so many times the running mean of the norms before it."""
 DECAY = 0.9
@@ -65,7 +68,8 @@ def bound_spikes(run: Run) -> None:
         norm = norm if mean is None else min(norm, SPIKE * mean)
         mean = norm if mean is None else DECAY * mean + (1 - DECAY) * norm
 
-    run.trainer.optimizer.optimizer.register_step_pre_hook(shorten)  # accelerate's wrapper takes none
+    # accelerate's wrapper takes none
+    run.trainer.optimizer.optimizer.register_step_pre_hook(shorten)
 
 
 SETTINGS = {

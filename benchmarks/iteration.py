@@ -1,20 +1,23 @@
-"""How fast one training iteration is, against the raw limit of each phase and, on request, against another library.
+"""How fast one training iteration is, against the raw limit of each phase and, on request, against
+another library.
 
-    OMP_NUM_THREADS=1 python benchmarks/iteration.py --algo LLMPPO
-    OMP_NUM_THREADS=1 python benchmarks/iteration.py --algo LLMPPO --model-dir DIR --peer-cmd "COMMAND"
+    OMP_NUM_THREADS=1 python benchmarks/iteration.py --algo LLMPPO OMP_NUM_THREADS=1 python
+    benchmarks/iteration.py --algo LLMPPO --model-dir DIR --peer-cmd "COMMAND"
 
-The work: a random Qwen2 of 0.66 M parameters, 16 conversations of GuessTheNumber in which any text is a legal guess,
-32 forced tokens a turn, LoRA of rank 16 on the attention's projections, two epochs in one optimizer step each, KL to
-the reference, float32, one thread.
+The work: a random Qwen2 of 0.66 M parameters, 16 conversations of GuessTheNumber in which any text
+is a legal guess, 32 forced tokens a turn, LoRA of rank 16 on the attention's projections, two
+epochs in one optimizer step each, KL to the reference, float32, one thread.
 
-The raw limits, measured in the same process after each iteration, know nothing of environments, credit or losses:
+The raw limits, measured in the same process after each iteration, know nothing of environments,
+credit or losses:
 
 - rollout: ``model.generate`` of as many tokens for the same contexts, one batched call a turn;
-- learn: forward and backward of the same rows as often as the algorithm trains on them (actor, and critic if there is
-  one), the LM head on action positions only.
+- learn: forward and backward of the same rows as often as the algorithm trains on them (actor, and
+  critic if there is one), the LM head on action positions only.
 
-Prints one JSON object. ``--peer-cmd`` runs a command between our rounds and reads the last line of its output that is
-a JSON object with ``rollout_tok_cpu_s``, ``learn_tok_cpu_s`` and ``peak_rss_mb``. Rates are tokens per CPU-second.
+Prints one JSON object. ``--peer-cmd`` runs a command between our rounds and reads the last line of
+its output that is a JSON object with ``rollout_tok_cpu_s``, ``learn_tok_cpu_s`` and
+``peak_rss_mb``. Rates are tokens per CPU-second.
 """
 
 import argparse
@@ -43,7 +46,8 @@ ALONE = 2
 
 
 class AnyGuess:
-    """GuessTheNumber in which any text is a legal guess, so that a random model plays several turns."""
+    """GuessTheNumber in which any text is a legal guess, so that a random model plays several
+    turns."""
 
     def __init__(self) -> None:
         self._env = gem.make("game:GuessTheNumber-v0-easy")
@@ -58,7 +62,8 @@ class AnyGuess:
 
 
 def make_model(path: Path, *, seed: int = 0) -> None:
-    """Write a random Qwen2 (hidden 128, 2 layers) and a BPE tokenizer trained on the game's own texts."""
+    """Write a random Qwen2 (hidden 128, 2 layers) and a BPE tokenizer trained on the game's own
+    texts."""
     game = AnyGuess()
     texts = []
     for episode in range(200):
@@ -246,7 +251,8 @@ def main() -> None:
         batches = iter(run.trainer.collector)
         for _ in range(ALONE):
             iterate(run, batches)
-        peak = peak_mb()  # read before the raw limits run: those hold whole batches, and the mark never falls
+        # read before the raw limits run: those hold whole batches, and the mark never falls
+        peak = peak_mb()
         measure(run, batches)  # warm-up of the raw limits
         rounds, peer = [], []
         for iteration in range(arguments.iterations):

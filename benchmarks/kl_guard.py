@@ -1,11 +1,12 @@
-"""How well updates of several optimizer steps keep ``target_kl``: on all of their rows, where the guard measures a quarter of them.
+"""How well updates of several optimizer steps keep ``target_kl``: on all of their rows, where the
+guard measures a quarter of them.
 
     OMP_NUM_THREADS=1 python benchmarks/kl_guard.py --lr 5e-4
     OMP_NUM_THREADS=1 PYTHONPATH=/tmp/before python benchmarks/kl_guard.py --lr 5e-4
 
-LLMREINFORCE on the tiny model, 48 episodes in four optimizer steps, three iterations for each of ``--seeds`` seeds. Prints one
-JSON object: quantiles of the KL as a share of the target, how many updates were beyond it and were shortened, and scoring
-passes and CPU-seconds of an update.
+LLMREINFORCE on the tiny model, 48 episodes in four optimizer steps, three iterations for each of
+``--seeds`` seeds. Prints one JSON object: quantiles of the KL as a share of the target, how many
+updates were beyond it and were shortened, and scoring passes and CPU-seconds of an update.
 """
 
 import argparse

@@ -1,6 +1,8 @@
-"""Time and memory of what looks at a whole batch at once: comparing states, and cutting rows into micro-batches.
+"""Time and memory of what looks at a whole batch at once: comparing states, and cutting rows into
+micro-batches.
 
-``OMP_NUM_THREADS=1 python benchmarks/large_batches.py``; each case in a process of its own, because the peak memory of one never falls.
+``OMP_NUM_THREADS=1 python benchmarks/large_batches.py``; each case in a process of its own, because
+the peak memory of one never falls.
 """
 
 import argparse

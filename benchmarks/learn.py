@@ -1,23 +1,27 @@
-"""What one update costs on rows of a given shape: plain logits, this library without and with shared prefixes, a peer.
+"""What one update costs on rows of a given shape: plain logits, this library without and with
+shared prefixes, a peer.
 
     OMP_NUM_THREADS=1 python benchmarks/learn.py --model 135M --prompt 300 --response 60 --group 8
-    OMP_NUM_THREADS=1 python benchmarks/learn.py --model 0.5B --prompt 0 --response 512 --frozen-head
-    OMP_NUM_THREADS=1 python benchmarks/learn.py --random 200
+    OMP_NUM_THREADS=1 python benchmarks/learn.py --model 0.5B --prompt 0 --response 512
+    --frozen-head OMP_NUM_THREADS=1 python benchmarks/learn.py --random 200
 
-Models have random weights in the shapes of real ones, in float32: neither time nor memory depends on the weights. The rows
-are ``--groups`` prompts with ``--group`` responses each; the tokens of responses are trained. An update is a forward, a
-weighted sum of log-probs (and of entropies, unless ``--no-entropy``) and a backward:
+Models have random weights in the shapes of real ones, in float32: neither time nor memory depends
+on the weights. The rows are ``--groups`` prompts with ``--group`` responses each; the tokens of
+responses are trained. An update is a forward, a weighted sum of log-probs (and of entropies, unless
+``--no-entropy``) and a backward:
 
 - by hand: the model's own logits of all tokens, ``log_softmax`` and ``gather``;
 - rows: :class:`~torchrl_llm.modules.TokenScorer`, every row by itself;
 - shared: the same, what rows share computed once.
 
-Every measurement is a process of its own, and they take turns, ``--rounds`` times. Prints a Markdown table: CPU-seconds of an
-update (median), how many times as fast as rows that is, the peak of the memory above the loaded model, and the tokens that the
-backbone computed for each token of the rows. ``--peer-cmd`` is run each round too, and prints a line of JSON with ``cpu_s`` and
+Every measurement is a process of its own, and they take turns, ``--rounds`` times. Prints a
+Markdown table: CPU-seconds of an update (median), how many times as fast as rows that is, the peak
+of the memory above the loaded model, and the tokens that the backbone computed for each token of
+the rows. ``--peer-cmd`` is run each round too, and prints a line of JSON with ``cpu_s`` and
 ``peak_mb``.
 
-``--random N`` compares shared with rows on N random shapes instead, one process, in turns: the distribution of the speed-up.
+``--random N`` compares shared with rows on N random shapes instead, one process, in turns: the
+distribution of the speed-up.
 """
 
 import argparse
@@ -43,8 +47,8 @@ MODELS = {
     "0.5B": (151_936, 896, 24, 14, 2, 4_864),
     "head": (151_936, 256, 2, 4, 4, 688),
 }
-"""Name -> vocabulary, hidden size, layers, heads, heads of keys and values, width of the MLP. Those of a small model,
-SmolLM2-135M and Qwen2.5-0.5B; ``head`` is all vocabulary."""
+"""Name -> vocabulary, hidden size, layers, heads, heads of keys and values, width of the MLP. Those
+of a small model, SmolLM2-135M and Qwen2.5-0.5B; ``head`` is all vocabulary."""
 
 VARIANTS = ("by hand", "rows", "shared")
 
@@ -67,7 +71,8 @@ def make_model(name: str, layers: int | None) -> LlamaForCausalLM:
 
 
 def make_rows(vocabulary: int, prompt: int, response: int, group: int, groups: int) -> TensorDict:
-    """``groups`` prompts of ``prompt`` tokens with ``group`` responses each; a row begins with one token at least."""
+    """``groups`` prompts of ``prompt`` tokens with ``group`` responses each; a row begins with one
+    token at least."""
     generator = torch.Generator().manual_seed(0)
     prompt = max(prompt, 1)
     prompts = torch.randint(vocabulary, (groups, prompt), generator=generator).repeat_interleave(group, 0)

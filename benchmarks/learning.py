@@ -1,23 +1,25 @@
-"""Does it learn? The shipped small model on GuessTheNumber-easy, before and after training, final weights.
+"""Does it learn? The shipped small model on GuessTheNumber-easy, before and after training, final
+weights.
 
     python benchmarks/learning.py --algo LLMPPO --seed 0
     OMP_NUM_THREADS=1 python benchmarks/learning.py --seeds 20 --jobs 2
     OMP_NUM_THREADS=1 python benchmarks/learning.py --world key-and-door --algo GRPO --seed 0
 
-The settings are those of ``examples/configs/tiny_*.yaml``. The win rate is that of 512 sampled episodes (2,048 with
-``--seeds``) at temperature 1 on tasks that are played once before and once after training, and used for nothing else: no
-evaluation stops the run or selects weights. Writes ``result.json``, the learning curve and the conversations to
-``--output-dir``.
+The settings are those of ``examples/configs/tiny_*.yaml``. The win rate is that of 512 sampled
+episodes (2,048 with ``--seeds``) at temperature 1 on tasks that are played once before and once
+after training, and used for nothing else: no evaluation stops the run or selects weights. Writes
+``result.json``, the learning curve and the conversations to ``--output-dir``.
 
-``--world`` trains in another world (:mod:`torchrl_llm.testing.worlds`), whose best success rate is known, with the same settings;
-only the number of turns is scaled (:data:`TURNS`). The model that it starts from is made
-once, in ``runs/worlds`` (``benchmarks/small_models/make_worlds.py``).
+``--world`` trains in another world (:mod:`torchrl_llm.testing.worlds`), whose best success rate is
+known, with the same settings; only the number of turns is scaled (:data:`TURNS`). The model that it
+starts from is made once, in ``runs/worlds`` (``benchmarks/small_models/make_worlds.py``).
 
-``--seeds N`` trains with N seeds for each algorithm (``--algo``: for this one), each in a process of its own, ``--jobs`` at a
-time, and writes the distribution over seeds: ``summary.md``, ``summary.json`` and ``learning.png``, and in ``runs.json`` every
-run with its learning curve. The seeds are drawn and not chosen: they are the 32-bit words (big-endian) of the SHA-256 of the
-text ``--draw``, then of that text with ``:1``, ``:2``, ... after it. Finished runs are not repeated, and those of other settings
-are an error; interrupted ones begin again.
+``--seeds N`` trains with N seeds for each algorithm (``--algo``: for this one), each in a process
+of its own, ``--jobs`` at a time, and writes the distribution over seeds: ``summary.md``,
+``summary.json`` and ``learning.png``, and in ``runs.json`` every run with its learning curve. The
+seeds are drawn and not chosen: they are the 32-bit words (big-endian) of the SHA-256 of the text
+``--draw``, then of that text with ``:1``, ``:2``, ... after it. Finished runs are not repeated, and
+those of other settings are an error; interrupted ones begin again.
 """
 
 import argparse
@@ -47,15 +49,17 @@ TIMEOUT = 3600.0
 WINDOW = 5
 """Batches of a moving mean of the win rate."""
 TURNS = {"guess": 3, "coins": 10, "key-and-door": 8}
-"""``max_steps`` counts turns and is scaled by these. A game of guess has 3 turns, so a run plays as many games of key-and-door
-(10 turns) as of guess, less a fifth. One of coins has 5: it plays twice as many, for the last 4 % of its tasks are learned last."""
+"""``max_steps`` counts turns and is scaled by these. A game of guess has 3 turns, so a run plays as
+many games of key-and-door (10 turns) as of guess, less a fifth. One of coins has 5: it plays twice
+as many, for the last 4 % of its tasks are learned last."""
 
 
 # ---------------------------------------- seeds
 
 
 def drawn_seeds(draw: str, count: int) -> list[int]:
-    """The first ``count`` seeds of a draw; everyone can draw them again, and nobody can choose them.
+    """The first ``count`` seeds of a draw; everyone can draw them again, and nobody can choose
+    them.
 
     >>> drawn_seeds("final-1", 2)
     [3362399716, 3932118510]
@@ -68,7 +72,8 @@ def drawn_seeds(draw: str, count: int) -> list[int]:
 
 
 def interquartile_mean(values: np.ndarray) -> np.ndarray:
-    """The mean of the middle half of the values along the last axis, a value cut in two counting in part.
+    """The mean of the middle half of the values along the last axis, a value cut in two counting in
+    part.
 
     >>> interquartile_mean(np.array([0.0, 1.0, 2.0, 100.0])).item()
     1.5
@@ -80,14 +85,16 @@ def interquartile_mean(values: np.ndarray) -> np.ndarray:
 
 
 def bootstrap_interval(values: np.ndarray, *, samples: int = 10_000) -> tuple[float, float]:
-    """95 % interval of the interquartile mean, by resampling seeds (Agarwal et al., 2021, arXiv:2108.13264)."""
+    """95 % interval of the interquartile mean, by resampling seeds (Agarwal et al., 2021,
+    arXiv:2108.13264)."""
     chosen = np.random.default_rng(0).integers(len(values), size=(samples, len(values)))
     low, high = np.quantile(interquartile_mean(values[chosen]), [0.025, 0.975])
     return float(low), float(high)
 
 
 def largest_fall(wins: np.ndarray) -> float:
-    """How far a learning curve, the mean of :data:`WINDOW` batches, falls below its own running maximum at most.
+    """How far a learning curve, the mean of :data:`WINDOW` batches, falls below its own running
+    maximum at most.
 
     >>> largest_fall(np.array([0.5] * 5 + [0.9] * 5 + [0.4] * 5 + [1.0] * 5))
     0.5
@@ -134,7 +141,8 @@ def table(summaries: dict[str, dict]) -> str:
 
 
 def draw(results: dict[str, list[dict]], path: Path) -> None:
-    """The learning curves: of each algorithm the median over seeds and bands of quantiles, over the games played."""
+    """The learning curves: of each algorithm the median over seeds and bands of quantiles, over the
+    games played."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.2 * len(results), 3.6), layout="constrained")
@@ -164,7 +172,8 @@ def make_model(world: str) -> Path:
     """The folder of the model that a world starts from, made if it is missing."""
     folder = Path("runs/worlds") / world
     if not folder.exists():
-        # Renamed when it is complete: a run that is stopped here leaves nothing that looks finished.
+        # Renamed when it is complete: a run that is stopped here leaves nothing that looks
+        # finished.
         unfinished = folder.with_name(f"{world}.{os.getpid()}")
         script = ROOT / "benchmarks" / "small_models" / "make_worlds.py"
         subprocess.run([sys.executable, script, f"--world={world}", f"--out={unfinished}"], check=True)
@@ -173,7 +182,8 @@ def make_model(world: str) -> Path:
 
 
 def world_overrides(world: str, config: Path) -> list[str]:
-    """The settings that a world changes in ``config``: model, environment and the number of turns."""
+    """The settings that a world changes in ``config``: model, environment and the number of
+    turns."""
     if world == "guess":
         return []
     folder = make_model(world)
@@ -199,7 +209,8 @@ def optimum_of(world: str) -> float | None:
 
 
 def read(folder: Path) -> dict:
-    """The result of a finished run, with its learning curve: ``wins`` of the training batches after ``games``."""
+    """The result of a finished run, with its learning curve: ``wins`` of the training batches after
+    ``games``."""
 
     def column(name: str) -> list[float]:
         with open(folder / "csv" / "scalars" / "rollout" / f"{name}.csv", newline="") as file:
@@ -209,7 +220,8 @@ def read(folder: Path) -> dict:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a run was trained to its end and evaluated; one that was interrupted has a result without success rate."""
+    """Whether a run was trained to its end and evaluated; one that was interrupted has a result
+    without success rate."""
     result = folder / "result.json"
     return result.exists() and json.loads(result.read_text())["success_after"] is not None
 
@@ -245,7 +257,8 @@ def train_seeds(algorithms: list[str], arguments: argparse.Namespace, overrides:
 
 
 def check_settings(folder: Path, config: "RunConfig") -> None:
-    """Refuse a finished run of other settings, which would stand in the table beside runs of these."""
+    """Refuse a finished run of other settings, which would stand in the table beside runs of
+    these."""
     from torchrl_llm.runs.config import HOW_TO_RUN
     from torchrl_llm.runs.identity import config_changes
 
@@ -267,7 +280,8 @@ def published(result: dict) -> dict:
 
 
 def write_summary(results: dict[str, list[dict]], output: Path, *, optimum: float | None) -> None:
-    """Write the runs and their distribution over seeds, and which success rate is the best possible where that is known."""
+    """Write the runs and their distribution over seeds, and which success rate is the best possible
+    where that is known."""
     runs = {algo: [published(result) for result in each] for algo, each in results.items()}
     (output / "runs.json").write_text(json.dumps(runs, separators=(",", ":")) + "\n")
     summaries = {algo: summarize(runs) for algo, runs in results.items()}
@@ -303,7 +317,8 @@ def train_one(arguments: argparse.Namespace, overrides: list[str]) -> None:
     """Train with one seed, and write ``result.json``."""
     import multiturn  # not needed by the process that only starts others
 
-    # A folder of its own for a world: benchmarks/report.py reads all results directly below runs/learning as one table.
+    # A folder of its own for a world: benchmarks/report.py reads all results directly below
+    # runs/learning as one table.
     folder = Path("runs/learning") / ("" if arguments.world == "guess" else arguments.world)
     output = arguments.output_dir or folder / f"{arguments.algo}-{arguments.seed}"
     multiturn.main(settings(arguments.algo, arguments.world, arguments.seed, output, overrides))

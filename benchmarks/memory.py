@@ -1,11 +1,13 @@
-"""How much memory one update takes, by model size, what is trained and the token budget of a micro-batch.
+"""How much memory one update takes, by model size, what is trained and the token budget of a
+micro-batch.
 
     OMP_NUM_THREADS=1 python benchmarks/memory.py [135M] [360M]
 
-Models have random weights in the shapes of real ones: memory does not depend on the weights. Each figure is the peak of a
-process of its own on a CPU, in float32, less what it had before the model was made: one optimizer step of LLMREINFORCE on
-four rows of 512 tokens, half of them sampled. The allocator gives large blocks back at once (:data:`ALLOCATOR`), so that the figures
-are of what is in use. Prints a Markdown table.
+Models have random weights in the shapes of real ones: memory does not depend on the weights. Each
+figure is the peak of a process of its own on a CPU, in float32, less what it had before the model
+was made: one optimizer step of LLMREINFORCE on four rows of 512 tokens, half of them sampled. The
+allocator gives large blocks back at once (:data:`ALLOCATOR`), so that the figures are of what is in
+use. Prints a Markdown table.
 """
 
 import argparse
@@ -25,7 +27,8 @@ from torchrl_llm.modules import load_actor_critic
 from torchrl_llm.objectives import LLMReinforceLoss
 
 SIZES = {"135M": (576, 30, 9, 3, 1_536), "360M": (960, 32, 15, 5, 2_560)}
-"""Name -> hidden size, layers, heads, heads of keys and values, width of the MLP: those of SmolLM2."""
+"""Name -> hidden size, layers, heads, heads of keys and values, width of the MLP: those of
+SmolLM2."""
 
 BUDGETS = {"512": (512, False), "2,048": (2_048, False), "2,048, gradient_checkpointing": (2_048, True)}
 """Column -> ``max_tokens`` of a micro-batch, and whether activations are recomputed."""

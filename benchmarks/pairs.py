@@ -1,4 +1,5 @@
-"""CPU-seconds of this checkout's package against another one's, in turns: what ``sampling.py`` and ``updates.py`` do."""
+"""CPU-seconds of this checkout's package against another one's, in turns: what ``sampling.py`` and
+``updates.py`` do."""
 
 import argparse
 import json

@@ -6,9 +6,10 @@
     python benchmarks/report.py --rollout runs/rollout
     python benchmarks/report.py --scaling runs/scaling.json runs/ranks.json
 
-Reads what ``learning.py --seeds`` summarized, ``<iteration>/*.json``, ``<rollout>/*.json`` and the results of ``scaling.py`` and ``ranks.py``; writes the tables and
-plots of ``docs/results/learning.md``, ``docs/results/iteration.md``, ``docs/results/rollout.md``, ``docs/results/scaling.md``, and the
-tables of ``README.md``.
+Reads what ``learning.py --seeds`` summarized, ``<iteration>/*.json``, ``<rollout>/*.json`` and the
+results of ``scaling.py`` and ``ranks.py``; writes the tables and plots of
+``docs/results/learning.md``, ``docs/results/iteration.md``, ``docs/results/rollout.md``,
+``docs/results/scaling.md``, and the tables of ``README.md``.
 """
 
 import argparse
@@ -142,7 +143,8 @@ def scaling_targets(result: dict) -> str:
 
 
 def fill(path: Path, marker: str, table: str) -> None:
-    """Put ``table`` behind the comment ``<!-- marker -->``, in place of the table that stood there."""
+    """Put ``table`` behind the comment ``<!-- marker -->``, in place of the table that stood
+    there."""
     text = path.read_text()
     pattern = re.compile(rf"(<!-- {marker} -->\n)(\n\|(?:.*\n)*?(?=\n|\Z))?", re.MULTILINE)
     if not pattern.search(text):
@@ -169,7 +171,8 @@ def main() -> None:
 
 
 def write_learning(folder: Path) -> None:
-    """Plot and tables of what ``learning.py --seeds`` wrote to ``folder``: of the README's game, or of the world in its name."""
+    """Plot and tables of what ``learning.py --seeds`` wrote to ``folder``: of the README's game, or
+    of the world in its name."""
     world = next((world for world in ("-coins", "-key-and-door") if folder.name.endswith(world)), "")
     figures, seeds = (folder / "summary.md").read_text().split("\n\n")[:2]
     shutil.copy(folder / "learning.png", RESULTS / f"learning{world}.png")

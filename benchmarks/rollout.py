@@ -1,38 +1,45 @@
-"""What a barrier between turns costs, and what the library costs on top of the engine: rollouts with vLLM.
+"""What a barrier between turns costs, and what the library costs on top of the engine: rollouts
+with vLLM.
 
     OMP_NUM_THREADS=1 python benchmarks/rollout.py --output runs/rollout/varied.json
-    OMP_NUM_THREADS=1 python benchmarks/rollout.py --responses short --output runs/rollout/short.json
+    OMP_NUM_THREADS=1 python benchmarks/rollout.py --responses short --output
+    runs/rollout/short.json
 
-Everyone plays the same 256 tasks of GuessTheNumber, float32, over 32 slots, in turns on one machine; prefix caches are
-dropped before each:
+Everyone plays the same 256 tasks of GuessTheNumber, float32, over 32 slots, in turns on one
+machine; prefix caches are dropped before each:
 
-- ``stock``: :class:`VLLMPolicy` in TorchRL's ``Collector``: batches of 32 whose finished slots idle, environments called one
-  after the other;
-- ``barrier``: ``TurnCollector``: slots are refilled, environments are called in threads, and all wait for one another each
-  turn;
+- ``stock``: :class:`VLLMPolicy` in TorchRL's ``Collector``: batches of 32 whose finished slots
+  idle, environments called one after the other;
+- ``barrier``: ``TurnCollector``: slots are refilled, environments are called in threads, and all
+  wait for one another each turn;
 - ``async``: ``AsyncTurnCollector(max_staleness=0)``: no barrier;
-- ``hf``: ``barrier`` with :class:`HFPolicy` instead. It draws other responses from the same distribution;
-- ``raw`` and ``policy``: the turns of ``barrier`` once more, batch by batch, asked of the engine alone (``add_request`` and
-  ``step``, with requests made before) and of ``VLLMPolicy``, one after the other. Each has cached prefixes of its own.
+- ``hf``: ``barrier`` with :class:`HFPolicy` instead. It draws other responses from the same
+  distribution;
+- ``raw`` and ``policy``: the turns of ``barrier`` once more, batch by batch, asked of the engine
+  alone (``add_request`` and ``step``, with requests made before) and of ``VLLMPolicy``, one after
+  the other. Each has cached prefixes of its own.
 
-All of them but ``hf`` must deliver the same ids, or the script fails. Two worlds: ``instant`` is the game itself,
-``slow`` is the game whose every call takes 30 ms on average, log-normal with sigma 1. Without latencies threads only
-cost, so in ``instant`` nobody has any.
+All of them but ``hf`` must deliver the same ids, or the script fails. Two worlds: ``instant`` is
+the game itself, ``slow`` is the game whose every call takes 30 ms on average, log-normal with
+sigma 1. Without latencies threads only cost, so in ``instant`` nobody has any.
 
-``--responses varied`` is a random model whose responses end with each token with a probability of one in twelve, after 48 tokens
-at the latest. ``short`` is the small model of the package, whose responses are nearly all of the same few tokens: a barrier
-has nobody to wait for, and there are few tokens to spread a turn's fixed costs over.
+``--responses varied`` is a random model whose responses end with each token with a probability of
+one in twelve, after 48 tokens at the latest. ``short`` is the small model of the package, whose
+responses are nearly all of the same few tokens: a barrier has nobody to wait for, and there are few
+tokens to spread a turn's fixed costs over.
 
-Of each contender: wall and CPU seconds of the process; ``engine_s``, the seconds inside vLLM's ``add_request`` and ``step``;
-``policy_s``, those inside the policy, the engine included; ``waits_s``, those of waiting for environments with nothing else
-to do. The ratios are medians over the rounds, each of figures of one round:
+Of each contender: wall and CPU seconds of the process; ``engine_s``, the seconds inside vLLM's
+``add_request`` and ``step``; ``policy_s``, those inside the policy, the engine included;
+``waits_s``, those of waiting for environments with nothing else to do. The ratios are medians over
+the rounds, each of figures of one round:
 
 - ``policy_over_raw``: the seconds of ``policy`` over those of ``raw``, less 1;
 - ``async_over_barrier``: how many times faster ``async`` is;
-- ``async_of_bound``: the bound over the seconds of ``async``. The bound is the larger of two times: the engine's
-  (``engine_s`` of ``async``) and ``longest_s``, the longest episode's, played alone: the latencies of its calls, and its
-  tokens at the speed at which the engine answers an only request. Smaller batches raise the engine's time, so it is to be
-  compared with that of the other contenders.
+- ``async_of_bound``: the bound over the seconds of ``async``. The bound is the larger of two times:
+  the engine's (``engine_s`` of ``async``) and ``longest_s``, the longest episode's, played alone:
+  the latencies of its calls, and its tokens at the speed at which the engine answers an only
+  request. Smaller batches raise the engine's time, so it is to be compared with that of the other
+  contenders.
 
 Prints one JSON object.
 """
@@ -245,7 +252,8 @@ class Recorded:
         return {of[output.request_id]: tuple(output.outputs[0].token_ids) for output in outputs}
 
     def lone_token_seconds(self, count: int = 16) -> float:
-        """Seconds a token of a request that has the engine to itself: the median of ``count`` requests."""
+        """Seconds a token of a request that has the engine to itself: the median of ``count``
+        requests."""
         figures = []
         for request in self.requests(self.turns[0])[:count]:
             start = time.perf_counter()
@@ -358,7 +366,8 @@ def play_round(
     """One round of a world: everyone once, whoever comes first changes."""
     names, rounds = list(world.collectors), {}
     if world.name == "slow" and number:
-        names = ["barrier", "async"]  # the others wait long, and no target is about them: once is enough
+        # the others wait long, and no target is about them: once is enough
+        names = ["barrier", "async"]
     first = number % len(names)
     for name in names[first:] + names[:first]:
         _drop_caches(policies)
@@ -438,7 +447,8 @@ def run(work: Work, arguments: argparse.Namespace) -> dict[str, Any]:
     sizes, clock = {"slots": arguments.slots, "episodes": arguments.episodes}, Clock()
     policies = policy, _ = work.make_policies(arguments.slots)
     worlds = [make_world(name, work, policies, clock, **sizes) for name in TARGETS]
-    recorded = Recorded(policy, functools.partial(play, worlds[0].collectors["barrier"]))  # warms up, too
+    # warms up, too
+    recorded = Recorded(policy, functools.partial(play, worlds[0].collectors["barrier"]))
     token_seconds = recorded.lone_token_seconds()
     clock.time(policy.llm.llm_engine, "add_request", "engine")
     clock.time(policy.llm.llm_engine, "step", "engine")

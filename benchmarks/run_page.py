@@ -1,9 +1,11 @@
-"""What the run report costs: the page of the size law (tests/report/test_page_size.py), 64 groups of 8 episodes of 8 turns.
+"""What the run report costs: the page of the size law (tests/report/test_page_size.py), 64 groups
+of 8 episodes of 8 turns.
 
     OMP_NUM_THREADS=1 python benchmarks/run_page.py
 
-Prints one JSON object: CPU-seconds that the page takes, its size, and how many times as long as a page of a quarter of the
-recordings it takes: 4 where the work is proportional. The aim is 10 seconds.
+Prints one JSON object: CPU-seconds that the page takes, its size, and how many times as long as a
+page of a quarter of the recordings it takes: 4 where the work is proportional. The aim is 10
+seconds.
 """
 
 import json

@@ -1,11 +1,13 @@
-"""CPU-seconds of the parts of a rollout in this process, before a change and after it: in turns, in processes of their own.
+"""CPU-seconds of the parts of a rollout in this process, before a change and after it: in turns, in
+processes of their own.
 
-    git worktree add /tmp/before COMMIT
-    OMP_NUM_THREADS=1 python benchmarks/sampling.py --before /tmp/before --pairs 9
-    OMP_NUM_THREADS=1 python benchmarks/sampling.py --before /tmp/before --pairs 9 --cases draw-64x65536 draw-64x152064
+    git worktree add /tmp/before COMMIT OMP_NUM_THREADS=1 python benchmarks/sampling.py --before
+    /tmp/before --pairs 9 OMP_NUM_THREADS=1 python benchmarks/sampling.py --before /tmp/before
+    --pairs 9 --cases draw-64x65536 draw-64x152064
 
-Prints one JSON object: for each case the medians of both sides, the median of the pairs' ratios (before over after: above 1 is
-faster), and an interval, which is that of all pairs but the lowest and the highest.
+Prints one JSON object: for each case the medians of both sides, the median of the pairs' ratios
+(before over after: above 1 is faster), and an interval, which is that of all pairs but the lowest
+and the highest.
 """
 
 import time
@@ -36,7 +38,8 @@ def drawing(rows: int, vocabulary: int) -> Work:
 
 
 def turn(rows: int, tokens: int, **shape: int) -> Work:
-    """A turn of ``rows`` slots, after a prompt of 20 tokens that they share, with a random Qwen2."""
+    """A turn of ``rows`` slots, after a prompt of 20 tokens that they share, with a random
+    Qwen2."""
     config = Qwen2Config(bos_token_id=None, eos_token_id=0, tie_word_embeddings=True, **shape)
     model = Qwen2ForCausalLM(config).eval()
     policy = HFPolicy(model, load_tiny_tokenizer(), SamplingConfig(max_output_tokens=tokens, stop_ids=()))
@@ -47,7 +50,8 @@ def turn(rows: int, tokens: int, **shape: int) -> Work:
 
 
 def moving(layers: int, columns: int) -> Work:
-    """Two rows of the cache change places, a hundred times: what a batch does when responses end."""
+    """Two rows of the cache change places, a hundred times: what a batch does when responses
+    end."""
     cache, states = SlotCache(), torch.ones(16, 2, 1, 64)
     cache.arrange(np.arange(16), columns)
     cache.aim(torch.zeros(16, 1, dtype=torch.int64), width=1)
@@ -72,7 +76,8 @@ class Counts:
 
 
 def episodes(slots: int) -> Work:
-    """Ten turns of every slot, with responses that are there: what an environment costs around the environment itself."""
+    """Ten turns of every slot, with responses that are there: what an environment costs around the
+    environment itself."""
     env = GEMEnv(Counts, tokenizer=load_tiny_tokenizer(), num_envs=slots, max_model_len=512, max_output_tokens=4)
     answer = torch.tensor([[5, 6, 7, env.formatter.end_of_turn_ids[0]]]).repeat(slots, 1)
 

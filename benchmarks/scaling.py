@@ -2,23 +2,27 @@
 
     OMP_NUM_THREADS=1 python benchmarks/scaling.py --output runs/scaling.json
 
-Every worker has an engine that sleeps (:class:`~torchrl_llm.testing.policies.SleepingPolicy`): a step takes 20 ms for any
-number of requests up to 8 slots, and adds a token to each. So two CPUs do for eight workers, and what is measured is everything but
-the engine: dealing, messages, collating, and slots that wait. Conversations have 1 to 4 turns of 8 to 16 tokens, which their task
-tells. The worlds:
+Every worker has an engine that sleeps (:class:`~torchrl_llm.testing.policies.SleepingPolicy`): a
+step takes 20 ms for any number of requests up to 8 slots, and adds a token to each. So two CPUs do
+for eight workers, and what is measured is everything but the engine: dealing, messages, collating,
+and slots that wait. Conversations have 1 to 4 turns of 8 to 16 tokens, which their task tells. The
+worlds:
 
-- ``on_policy``: ``max_staleness=0``, a batch of 16 conversations for each slot: 128 with one worker, 1,024 with eight. Nothing is in
-  flight between batches, so at the end of each batch slots run dry;
-- ``same_batch``: the same, but 256 conversations for any number of workers, 8 for each slot of four: more workers have less to do
-  each, and the end of a batch weighs more;
-- ``in_process``: ``on_policy`` with ``AsyncTurnCollector`` in this process instead of one worker: what Ray costs at all;
-- ``stale``: ``max_staleness=1``, a batch of 4 conversations for each slot, and an update of 0.2 s after each, in which the
-  caller sleeps and then sends new weights.
+- ``on_policy``: ``max_staleness=0``, a batch of 16 conversations for each slot: 128 with one
+  worker, 1,024 with eight. Nothing is in flight between batches, so at the end of each batch slots
+  run dry;
+- ``same_batch``: the same, but 256 conversations for any number of workers, 8 for each slot of
+  four: more workers have less to do each, and the end of a batch weighs more;
+- ``in_process``: ``on_policy`` with ``AsyncTurnCollector`` in this process instead of one worker:
+  what Ray costs at all;
+- ``stale``: ``max_staleness=1``, a batch of 4 conversations for each slot, and an update of 0.2 s
+  after each, in which the caller sleeps and then sends new weights.
 
-One number of workers plays after the other, all rounds, so that no other workers take memory (0.4 GB each). Of each number: tokens
-per second of the wall clock, ``of_linear`` (its tokens per second over those of one worker times their number), ``of_engine`` (the
-share of the tokens that engines could have said whose slots are never free), and ``driver_cpu_ms``, the milliseconds of CPU that
-an episode takes in the process that collects. Medians over the rounds, each of figures of one round.
+One number of workers plays after the other, all rounds, so that no other workers take memory (0.4
+GB each). Of each number: tokens per second of the wall clock, ``of_linear`` (its tokens per second
+over those of one worker times their number), ``of_engine`` (the share of the tokens that engines
+could have said whose slots are never free), and ``driver_cpu_ms``, the milliseconds of CPU that an
+episode takes in the process that collects. Medians over the rounds, each of figures of one round.
 
 Prints one JSON object.
 """
@@ -51,7 +55,8 @@ from costs import TimedPolicy, measured_costs  # noqa: E402
 from report import machine  # noqa: E402
 
 TARGETS = {"on_policy": 0.95, "same_batch": 0.9, "stale": 0.95}
-"""Of linear, with four workers; for ``same_batch`` of what is simulated, for its end weighs more with each worker."""
+"""Of linear, with four workers; for ``same_batch`` of what is simulated, for its end weighs more
+with each worker."""
 TURNS, TOKENS = (1, 4), (8, 16)
 
 

@@ -1,16 +1,20 @@
-"""Does self-play learn? A small model that plays both sides, against the weights that it started from.
+"""Does self-play learn? A small model that plays both sides, against the weights that it started
+from.
 
     python benchmarks/self_play.py --game take-away --seeds 3
     python benchmarks/self_play.py --game nim --seeds 3
     python benchmarks/self_play.py --report
 
-``take-away`` is :class:`~torchrl_llm.testing.games.TakeAway`, ``nim`` is TextArena's ``Nim-v0`` with two piles of up to 3 (the
-extra ``textarena``). A small model imitates random legal play, once for each game; that is the start. From it each seed trains by self-play:
-LLMREINFORCE with role-relative advantages, both seats learn from every game. Then the trained weights play 400 games against their
-frozen start, and against two scripted players, with seats swapped from game to game, on games used for nothing else.
+``take-away`` is :class:`~torchrl_llm.testing.games.TakeAway`, ``nim`` is TextArena's ``Nim-v0``
+with two piles of up to 3 (the extra ``textarena``). A small model imitates random legal play, once
+for each game; that is the start. From it each seed trains by self-play: LLMREINFORCE with
+role-relative advantages, both seats learn from every game. Then the trained weights play 400 games
+against their frozen start, and against two scripted players, with seats swapped from game to game,
+on games used for nothing else.
 
-The seeds are drawn and not chosen, as those of ``learning.py``: 32-bit words of the SHA-256 of ``--draw``. Finished runs (they have a
-``result.json``) are not repeated. ``--report`` writes the table of ``docs/results/self_play.md``.
+The seeds are drawn and not chosen, as those of ``learning.py``: 32-bit words of the SHA-256 of
+``--draw``. Finished runs (they have a ``result.json``) are not repeated. ``--report`` writes the
+table of ``docs/results/self_play.md``.
 """
 
 import argparse
@@ -47,7 +51,8 @@ MATCH = 400
 
 NIM = "textarena:Nim-v0"
 PILES = [[1, 2], [2, 1], [1, 3], [3, 1], [2, 3], [3, 2], [2, 2], [3, 3]]
-"""Of the games. Where all begin alike, the first player soon plays one line only, and nobody learns what to do in others."""
+"""Of the games. Where all begin alike, the first player soon plays one line only, and nobody learns
+what to do in others."""
 _PILE = re.compile(r"pile (\d): (\d)")
 
 
@@ -64,7 +69,8 @@ def nim_at_random(context: str, rng: random.Random) -> str:
 
 
 def nim_well(context: str, rng: random.Random) -> str:
-    """Plays Nim as well as can be: leaves sizes whose binary sum without carry is 0 where it can (Bouton, 1901), else any."""
+    """Plays Nim as well as can be: leaves sizes whose binary sum without carry is 0 where it can
+    (Bouton, 1901), else any."""
     piles = piles_of(context)
     total = 0
     for size in piles:
@@ -84,7 +90,8 @@ def nim_games() -> list[EnvSpec]:
 
 
 def nim_tokenizer() -> PreTrainedTokenizerFast:
-    """The phrases of Nim's messages, and bytes: it can spell whatever a player writes, control tokens too, for Nim repeats it."""
+    """The phrases of Nim's messages, and bytes: it can spell whatever a player writes, control
+    tokens too, for Nim repeats it."""
     games, rng = [env.make() for env in nim_games()], random.Random(0)
     messages = []
     for seed in range(80):
@@ -118,7 +125,8 @@ GAMES: dict[str, dict[str, Any]] = {
         "model": {"hidden": 64, "max_length": 512},
         "settings": {"max_model_len": 512, "max_output_tokens": 6},
         "warm": {"lr_actor": 4e-3, "max_iterations": 60, "minibatch_size": 32},
-        # A KL to the start instead of an entropy bonus: Nim forgives a first illegal move, so that a bonus would pay for them.
+        # A KL to the start instead of an entropy bonus: Nim forgives a first illegal move, so that
+        # a bonus would pay for them.
         "train": {
             "lr_actor": 1e-3,
             "schedule": "cosine",
@@ -131,7 +139,8 @@ GAMES: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""What sets the games apart: environment, vocabulary, scripted players, and the settings of model, warm start and training."""
+"""What sets the games apart: environment, vocabulary, scripted players, and the settings of model,
+warm start and training."""
 
 COMMON = {
     "collector": "self_play",

@@ -1,15 +1,17 @@
 """What a step of GRPO costs on questions that share a long prompt: generation, and the rest.
 
-    OMP_NUM_THREADS=1 python benchmarks/step.py --model-dir DIR --prefix-repeats 3
-    OMP_NUM_THREADS=1 python benchmarks/step.py --model-dir DIR --peer-cmd "COMMAND"
-    OMP_NUM_THREADS=2 python benchmarks/step.py --model-dir DIR --dtype bfloat16 --mixed-precision bf16 --threads 2
+    OMP_NUM_THREADS=1 python benchmarks/step.py --model-dir DIR --prefix-repeats 3 OMP_NUM_THREADS=1
+    python benchmarks/step.py --model-dir DIR --peer-cmd "COMMAND" OMP_NUM_THREADS=2 python
+    benchmarks/step.py --model-dir DIR --dtype bfloat16 --mixed-precision bf16 --threads 2
 
-Each step answers four questions eight times with ``--completion`` forced tokens, and trains on them once: LoRA of rank 16 on the
-attention's projections, no reference, float32 unless asked for otherwise. ``--peer-cmd`` runs before and after ours, and prints a line of JSON with
-``generate_cpu_s``, ``rest_cpu_s`` and ``peak_rss_mb``; ratios above 1 are how many times as fast ours is, and
-``peak_rss_ratio`` is ours over theirs.
+Each step answers four questions eight times with ``--completion`` forced tokens, and trains on them
+once: LoRA of rank 16 on the attention's projections, no reference, float32 unless asked for
+otherwise. ``--peer-cmd`` runs before and after ours, and prints a line of JSON with
+``generate_cpu_s``, ``rest_cpu_s`` and ``peak_rss_mb``; ratios above 1 are how many times as fast
+ours is, and ``peak_rss_ratio`` is ours over theirs.
 
-Prints one JSON object: medians over ``--steps``, CPU-seconds, seconds by the clock, and the most memory that the process has held.
+Prints one JSON object: medians over ``--steps``, CPU-seconds, seconds by the clock, and the most
+memory that the process has held.
 """
 
 import argparse

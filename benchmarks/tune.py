@@ -1,10 +1,12 @@
-"""A population against random search, from learning rates that are mostly wrong: the small model on GuessTheNumber.
+"""A population against random search, from learning rates that are mostly wrong: the small model on
+GuessTheNumber.
 
     python benchmarks/tune.py --output runs/tune --seeds 1 2 3
 
-For each seed both searches draw the same four trials and play the same number of episodes; only the population copies. The
-score is the best trial's win rate on tasks that no search has seen. A search that has ended is not repeated. The results are
-OUTPUT/result.json and a table. Needs the extra "tune"; about 20 minutes on two cores for three seeds.
+For each seed both searches draw the same four trials and play the same number of episodes; only the
+population copies. The score is the best trial's win rate on tasks that no search has seen. A search
+that has ended is not repeated. The results are OUTPUT/result.json and a table. Needs the extra
+"tune"; about 20 minutes on two cores for three seeds.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from torchrl_llm.tuning import TuningConfig, report_best, summary, tune
 from torchrl_llm.utils.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
-# As examples/configs/tiny_reinforce_llm.yaml, but without what depends on how long a run is, and without the bound of the KL,
-# which makes a learning rate that is far too high harmless.
+# As examples/configs/tiny_reinforce_llm.yaml, but without what depends on how long a run is, and
+# without the bound of the KL, which makes a learning rate that is far too high harmless.
 CHANGES = {
     "batch_size": 32,
     "num_envs": 32,

@@ -1,12 +1,15 @@
-"""CPU-seconds of updates in this process, before a change and after it: in turns, in processes of their own.
+"""CPU-seconds of updates in this process, before a change and after it: in turns, in processes of
+their own.
 
     git worktree add /tmp/before COMMIT
     OMP_NUM_THREADS=1 python benchmarks/updates.py --before /tmp/before --pairs 9
 
-An update is a forward and a backward of all micro-batches, with shared prefixes. The cases named ``iteration`` are the whole
-:meth:`~torchrl_llm.trainers.LLMTrainer.learn` of ``benchmarks/iteration.py``'s work, ``guarded`` is the same in eight optimizer
-steps with a ``target_kl`` that none of them reaches, or that the first one does; ``random`` are shapes of
-``benchmarks/learn.py --random``; the others are a group of rows, with the bound that their name ends in.
+An update is a forward and a backward of all micro-batches, with shared prefixes. The cases named
+``iteration`` are the whole :meth:`~torchrl_llm.trainers.LLMTrainer.learn` of
+``benchmarks/iteration.py``'s work, ``guarded`` is the same in eight optimizer steps with a
+``target_kl`` that none of them reaches, or that the first one does; ``random`` are shapes of
+``benchmarks/learn.py --random``; the others are a group of rows, with the bound that their name
+ends in.
 
 Prints one JSON object, as ``benchmarks/sampling.py`` does.
 """
@@ -31,7 +34,8 @@ Work = Callable[[], object]
 
 
 def update(model_name: str, max_tokens: int, *shapes: tuple[int, int, int, int], layers: int | None = None) -> Work:
-    """Updates of rows of these shapes: tokens of prompts and of responses, responses to a prompt, prompts."""
+    """Updates of rows of these shapes: tokens of prompts and of responses, responses to a prompt,
+    prompts."""
     model = learn.make_model(model_name, layers)
     scorer = TokenScorer(model, prefixes=enable_prefix_sharing(model))
     batches = [learn.make_rows(model.config.vocab_size, *shape) for shape in shapes]
@@ -79,7 +83,8 @@ CASES: dict[str, Callable[[], Work]] = {
 
 
 def measure(name: str, repeats: int = 3) -> float:
-    """The least CPU-seconds of a case: of three runs, or of as many as three seconds have room for."""
+    """The least CPU-seconds of a case: of three runs, or of as many as three seconds have room
+    for."""
     work, seconds = CASES[name](), []
     while len(seconds) < repeats and sum(seconds) < 3:
         start = time.process_time()

@@ -58,7 +58,8 @@ napoleon_use_keyword = False
 napoleon_use_rtype = False
 html_math_renderer = "mathml"
 
-# Every reference into this package must resolve. Those into other packages stay plain text: no inventory is fetched.
+# Every reference into this package must resolve. Those into other packages stay plain text: no
+# inventory is fetched.
 nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!torchrl_llm\.).*"), (r"py:.*", r".*\.(_AcceptedKeys|T|Lengths|_worker\..*)")]
 
@@ -153,7 +154,8 @@ def _data_doc(module: str, name: str) -> list[str]:
 
 
 def _reference(module: str) -> str:
-    """The reference of one module: its docstring, a table of what is public, the members, the constants."""
+    """The reference of one module: its docstring, a table of what is public, the members, the
+    constants."""
     loaded = import_module(module)
     public = {name: getattr(loaded, name) for name in getattr(loaded, "__all__", ())}
     package = ".".join(module.split(".")[:2])
@@ -182,7 +184,8 @@ def _reference(module: str) -> str:
 
 
 def _write_reference(folder: Path) -> None:
-    """One page a package, from its ``__all__``; the other modules of the package are only made known, to be referred to."""
+    """One page a package, from its ``__all__``; the other modules of the package are only made
+    known, to be referred to."""
     folder.mkdir(exist_ok=True)
     for name, parts in PACKAGES.items():
         package = f"torchrl_llm.{name}"
@@ -213,12 +216,14 @@ myst_substitutions = {
 
 
 def _skip_named_tuple_fields(app, what, name, obj, skip, options):
-    """Fields of a named tuple are documented by its docstring; autodoc would list them once more."""
+    """Fields of a named tuple are documented by its docstring; autodoc would list them once
+    more."""
     return True if type(obj).__name__ == "_tuplegetter" else None
 
 
 def _constructor_signature(app, what, name, obj, options, signature, return_annotation):
-    """The signature of ``__init__`` where a metaclass (TorchRL's losses) or ``__new__`` hides it."""
+    """The signature of ``__init__`` where a metaclass (TorchRL's losses) or ``__new__`` hides
+    it."""
     if what == "class" and signature and signature.startswith("(*args"):
         shown = sphinx_inspect.signature(obj.__init__, bound_method=True)
         return sphinx_inspect.stringify_signature(shown, show_return_annotation=False, unqualified_typehints=True), None

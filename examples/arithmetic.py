@@ -1,8 +1,10 @@
-"""Arithmetic made offline, and a small model that is often wrong at it: what ``examples/reasoning.py`` trains.
+"""Arithmetic made offline, and a small model that is often wrong at it: what
+``examples/reasoning.py`` trains.
 
-Questions add and subtract three numbers from 0 to 5. The model is a Qwen2 over whole words that learned the answers, and
-then to guess at times: it knows the form of an answer and most of the arithmetic, so that reinforcement learning has
-something to teach on a CPU within a minute. Nothing here needs a network.
+Questions add and subtract three numbers from 0 to 5. The model is a Qwen2 over whole words that
+learned the answers, and then to guess at times: it knows the form of an answer and most of the
+arithmetic, so that reinforcement learning has something to teach on a CPU within a minute. Nothing
+here needs a network.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ SIGNS = {"+": 1, "-": -1}
 
 
 def arithmetic_rows(*, operands: int = 3, largest: int = 5) -> list[dict[str, str]]:
-    """All sums and differences of so many numbers from 0 on, as ``{"question": "3 + 4 - 5 =", "answer": "2"}``.
+    """All sums and differences of so many numbers from 0 on, as
+    ``{"question": "3 + 4 - 5 =", "answer": "2"}``.
 
     Examples:
         >>> rows = arithmetic_rows()
@@ -64,7 +67,8 @@ def make_student(
     lr: float = 5e-3,
     seed: int = 0,
 ) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
-    """A small model that learned the answers of ``rows``, and then, for the last quarter of its steps, to guess at times.
+    """A small model that learned the answers of ``rows``, and then, for the last quarter of its
+    steps, to guess at times.
 
     Args:
         rows: questions of three operands and their answers; no others are seen.

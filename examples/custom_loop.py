@@ -2,8 +2,8 @@
 
     python examples/custom_loop.py
 
-Collector and replay buffer are TorchRL's own. The environment's finished slots idle until every slot is done, so one
-batch holds exactly NUM_ENVS episodes, all sampled by the same weights.
+Collector and replay buffer are TorchRL's own. The environment's finished slots idle until every
+slot is done, so one batch holds exactly NUM_ENVS episodes, all sampled by the same weights.
 """
 
 import argparse
@@ -27,7 +27,8 @@ MAX_TOKENS = 16_384
 
 
 def main(iterations: int = 100, lr: float = 1e-3, seed: int = 0) -> list[float]:
-    """Train the shipped small model on GuessTheNumber; returns the win rate of each training batch."""
+    """Train the shipped small model on GuessTheNumber; returns the win rate of each training
+    batch."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
 
@@ -58,8 +59,8 @@ def main(iterations: int = 100, lr: float = 1e-3, seed: int = 0) -> list[float]:
         storage=LazyTensorStorage(NUM_ENVS), transform=TurnsToSequence(max_model_len=256), batch_size=NUM_ENVS
     )
 
-    # Learn: score the action tokens in one forward, in which what rows share (the rules of the game, equal turns) is computed
-    # once; weight them by the normalized return of their turn.
+    # Learn: score the action tokens in one forward, in which what rows share (the rules of the
+    # game, equal turns) is computed once; weight them by the normalized return of their turn.
     scorer = TokenScorer(model, sampling, prefixes=enable_prefix_sharing(model))
     loss = LLMReinforceLoss(scorer, gamma=0.9, kl_coeff=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)

@@ -2,8 +2,9 @@
 
     python examples/custom_loss.py --config examples/configs/tiny_grpo_multiturn.yaml
 
-PPO's clip has no gradient beyond its bounds. This one saturates smoothly instead: the log-ratio passes through a tanh
-of the same width, so every token keeps a gradient, and the gradient at ratio 1 is the policy gradient's.
+PPO's clip has no gradient beyond its bounds. This one saturates smoothly instead: the log-ratio
+passes through a tanh of the same width, so every token keeps a gradient, and the gradient at ratio
+1 is the policy gradient's.
 """
 
 from torch import Tensor

@@ -1,8 +1,9 @@
-"""An episode that asks an MCP server: the server's tools are in the first message, a result is a message of the role tool.
+"""An episode that asks an MCP server: the server's tools are in the first message, a result is a
+message of the role tool.
 
-pip install "torchrl-llm[mcp]"
-python examples/mcp_tools.py                                     # starts examples/mcp_server.py for each slot, and ends it
-python examples/mcp_server.py 8000 & python examples/mcp_tools.py http://127.0.0.1:8000/mcp    # one that runs
+pip install "torchrl-llm[mcp]" python examples/mcp_tools.py # starts examples/mcp_server.py for each
+slot, and ends it python examples/mcp_server.py 8000 & python examples/mcp_tools.py
+http://127.0.0.1:8000/mcp # one that runs
 """
 
 import json
@@ -29,7 +30,8 @@ PROGRAM = {"command": sys.executable, "args": [str(Path(__file__).with_name("mcp
 class Inventory(Env):
     """How many pieces are in store? Only the server knows."""
 
-    thread_safe = True  # it has a generator of its own, so the slots wait for their servers side by side
+    # it has a generator of its own, so the slots wait for their servers side by side
+    thread_safe = True
     STOCK = {"bolts": 40, "nails": 75, "screws": 12}  # noqa: RUF012
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:

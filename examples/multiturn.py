@@ -1,13 +1,17 @@
-"""Train a language model in a multi-turn environment, evaluate it before and after, and write a report.
+"""Train a language model in a multi-turn environment, evaluate it before and after, and write a
+report.
 
-    python examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml
-    python examples/multiturn.py --algo GRPO --config examples/configs/grpo_multiturn.yaml --wandb
-    python examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml --resume
-    accelerate launch --config_file examples/configs/accelerate_fsdp2.yaml examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml
+    python examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml python
+    examples/multiturn.py --algo GRPO --config examples/configs/grpo_multiturn.yaml --wandb python
+    examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml --resume accelerate launch
+    --config_file examples/configs/accelerate_fsdp2.yaml examples/multiturn.py --config
+    examples/configs/tiny_ppo_llm.yaml
 
-It is ``torchrl-llm train``. ``--help`` documents every setting; ``--resume`` goes on where a run was stopped. The report goes to ``--output-dir``:
-``report.html`` (one page with curves and episodes: open it in a browser), ``result.json``, ``learning_curve.png``, ``conversations_before.md``, ``conversations_after.md``, ``metrics.csv``, and
-checkpoints whose weights PEFT and transformers load.
+It is ``torchrl-llm train``. ``--help`` documents every setting; ``--resume`` goes on where a run
+was stopped. The report goes to ``--output-dir``: ``report.html`` (one page with curves and
+episodes: open it in a browser), ``result.json``, ``learning_curve.png``,
+``conversations_before.md``, ``conversations_after.md``, ``metrics.csv``, and checkpoints whose
+weights PEFT and transformers load.
 """
 
 import sys
@@ -19,7 +23,8 @@ from torchrl_llm.runs import RunConfig, build_run
 
 
 def main(config: RunConfig) -> dict:
-    """Evaluate, train, evaluate, report; returns what ``result.json`` holds (of several processes the first one writes it)."""
+    """Evaluate, train, evaluate, report; returns what ``result.json`` holds (of several processes
+    the first one writes it)."""
     return run_and_report(config, partial(build_run, config))
 
 

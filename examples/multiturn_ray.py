@@ -1,13 +1,15 @@
 """The run of ``multiturn.py`` with rollouts on Ray: workers collect, this process trains.
 
-    python examples/multiturn_ray.py --config examples/configs/tiny_reinforce_llm.yaml --ray-workers 2
-    python examples/multiturn_ray.py --config examples/configs/tiny_reinforce_llm.yaml --max-staleness 1
-    python examples/multiturn_ray.py --config examples/configs/grpo_multiturn.yaml --policy vllm \\
+    python examples/multiturn_ray.py --config examples/configs/tiny_reinforce_llm.yaml --ray-workers
+    2 python examples/multiturn_ray.py --config examples/configs/tiny_reinforce_llm.yaml
+    --max-staleness 1 python examples/multiturn_ray.py --config examples/configs/grpo_multiturn.yaml
+    --policy vllm \\
         --ray-workers 8 --ray-worker-gpus 1 --address auto
 
-Without ``--address`` a Ray of its own starts on this machine and ends with the run; ``--address auto`` takes the cluster that
-this machine is part of. All other settings are those of ``multiturn.py``. Workers read model and environment from where this
-process does: on a cluster, from a path or a hub that all machines see.
+Without ``--address`` a Ray of its own starts on this machine and ends with the run;
+``--address auto`` takes the cluster that this machine is part of. All other settings are those of
+``multiturn.py``. Workers read model and environment from where this process does: on a cluster,
+from a path or a hub that all machines see.
 """
 
 import argparse
@@ -24,7 +26,8 @@ from torchrl_llm.utils.optional import import_ray
 
 
 def start_ray(config: RunConfig, address: str | None) -> Any:
-    """Ray, connected to the cluster at ``address``, or to one of its own that has CPUs to give to all workers."""
+    """Ray, connected to the cluster at ``address``, or to one of its own that has CPUs to give to
+    all workers."""
     ray = import_ray()
     if address is not None:
         ray.init(address=address)

@@ -2,8 +2,9 @@
 
     python examples/play.py runs/multiturn/merged --episodes 256
 
-The folder was written by ``export_merged`` (or holds any causal language model with a chat template). Prints the win rate with
-its 95 % interval as JSON. This is deployment: messages in, text out, chat template in between.
+The folder was written by ``export_merged`` (or holds any causal language model with a chat
+template). Prints the win rate with its 95 % interval as JSON. This is deployment: messages in, text
+out, chat template in between.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @torch.no_grad()
 def play(model, tokenizer, env_name: str, episodes: int, *, max_new_tokens: int, seed: int) -> tuple[int, float]:
-    """Run ``episodes`` episodes side by side, a turn of all per call; returns the wins and the mean return."""
+    """Run ``episodes`` episodes side by side, a turn of all per call; returns the wins and the mean
+    return."""
     torch.manual_seed(seed)
     games = [Game(env_name, seed + 1 + i) for i in range(episodes)]
     while live := [game for game in games if not game.over]:
@@ -34,7 +36,8 @@ def play(model, tokenizer, env_name: str, episodes: int, *, max_new_tokens: int,
 
 
 class Game:
-    """One environment and its messages. GEM uses the global generators: each environment keeps a state of its own."""
+    """One environment and its messages. GEM uses the global generators: each environment keeps a
+    state of its own."""
 
     def __init__(self, env_name: str, seed: int) -> None:
         self.env, self.rewards, self.over = gem.make(env_name), [], False

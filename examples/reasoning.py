@@ -1,11 +1,13 @@
-"""Train a language model on questions with checkable answers, and measure it on held-out ones before and after.
+"""Train a language model on questions with checkable answers, and measure it on held-out ones
+before and after.
 
     python examples/reasoning.py --config examples/configs/tiny_reasoning.yaml
     python examples/reasoning.py --config examples/configs/tiny_reasoning.yaml --algo LLMPPO
     python examples/reasoning.py --config examples/configs/tiny_reasoning.yaml --resume
 
-The questions are arithmetic made offline, divided into train and test; ``model_path: arithmetic`` makes a small model that
-is often wrong. For your own, change ``splits`` and ``reward_fn``. The report goes to ``--output-dir``.
+The questions are arithmetic made offline, divided into train and test; ``model_path: arithmetic``
+makes a small model that is often wrong. For your own, change ``splits`` and ``reward_fn``. The
+report goes to ``--output-dir``.
 """
 
 import logging
@@ -39,7 +41,8 @@ def build(config: RunConfig) -> Run:
 
 
 def with_student(config: RunConfig, rows: list[dict[str, str]]) -> RunConfig:
-    """``config`` with a small model that learned from ``rows``, made in ``output_dir`` unless a resumed run has it."""
+    """``config`` with a small model that learned from ``rows``, made in ``output_dir`` unless a
+    resumed run has it."""
     model_path, tokenizer_path = config.output_dir / "student", config.output_dir / "student_tokenizer"
     if not (config.resume and model_path.exists()):
         model, tokenizer = make_student(rows, seed=config.seed)

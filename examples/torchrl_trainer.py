@@ -2,8 +2,9 @@
 
     python examples/torchrl_trainer.py
 
-It needs two adapters: a hook that writes values and advantages into the rows of a collected batch, and an
-``OptimizationStepper`` that adds up micro-batches. The trainer counts episodes as frames here.
+It needs two adapters: a hook that writes values and advantages into the rows of a collected batch,
+and an ``OptimizationStepper`` that adds up micro-batches. The trainer counts episodes as frames
+here.
 """
 
 import argparse

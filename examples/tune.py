@@ -1,11 +1,12 @@
-"""Search settings from Python: a population of small runs on GuessTheNumber, and what became of each.
+"""Search settings from Python: a population of small runs on GuessTheNumber, and what became of
+each.
 
     pip install "torchrl-llm[tune]"
     python examples/tune.py --output-dir runs/tuning
     python examples/tune.py --output-dir runs/tuning --resume --trust
 
-The settings of the search are those of ``examples/configs/tuning_tiny.yaml``. ``torchrl-llm tune`` does the same, and takes each
-of them as a flag.
+The settings of the search are those of ``examples/configs/tuning_tiny.yaml``. ``torchrl-llm tune``
+does the same, and takes each of them as a flag.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""Whether the names of ``torchrl_llm.utils.other_systems`` are the names that the other systems have: ``make check-names``.
+"""Whether the names of ``torchrl_llm.utils.other_systems`` are the names that the other systems
+have: ``make check-names``.
 
-It downloads their packages, without dependencies, and reads them without importing anything. It is no test, for it needs the
-network.
+It downloads their packages, without dependencies, and reads them without importing anything. It is
+no test, for it needs the network.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import yaml
 
 from torchrl_llm.utils.other_systems import MARKS, SYSTEMS
 
-# The newest of November 2026. What these no longer have, their users have in files still: PPOConfig, max_prompt_length,
-# warmup_ratio, torch_dtype.
+# The newest of November 2026. What these no longer have, their users have in files still:
+# PPOConfig, max_prompt_length, warmup_ratio, torch_dtype.
 WHEELS = {
     "TRL": ("trl==1.16.0", "trl==0.24.0", "transformers==5.24.0", "transformers==4.57.1"),
     "verl": ("verl==0.9.1",),
@@ -29,7 +30,8 @@ WHEELS = {
     "OpenRLHF": ("openrlhf==0.11.2", "openrlhf==0.9.0"),
 }
 
-# Keys of AgileRL's INIT_HP and MUTATION_PARAMS are read in upper case by its functions; it ships no file of them.
+# Keys of AgileRL's INIT_HP and MUTATION_PARAMS are read in upper case by its functions; it ships no
+# file of them.
 WITHOUT_DECLARATION = {"INIT_HP", "MUTATION_PARAMS", "NET_CONFIG"}
 
 
@@ -45,7 +47,8 @@ def unpacked(requirement: str, folder: Path) -> Path:
 
 
 def declared(folder: Path) -> Iterator[str]:
-    """Parameters of functions, annotated fields, flags and keys of mappings in Python files; keys of YAML files, with dots."""
+    """Parameters of functions, annotated fields, flags and keys of mappings in Python files; keys
+    of YAML files, with dots."""
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match node:

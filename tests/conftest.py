@@ -16,7 +16,8 @@ from torchrl_llm.envs import isolation
 from torchrl_llm.testing import environments, policies
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
-# Tests fork, and a fork of a process with OpenMP's threads waits for ever; what they start inherits the variable.
+# Tests fork, and a fork of a process with OpenMP's threads waits for ever; what they start inherits
+# the variable.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
@@ -41,7 +42,8 @@ def tokenizer():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time of those who wait for environments and engines, and of environments and engines that sleep."""
+    """The time of those who wait for environments and engines, and of environments and engines that
+    sleep."""
     clock = Clock()
     for module in (async_turn, _worker, isolation, environments, policies):
         monkeypatch.setattr(module, "time", clock)
@@ -50,7 +52,8 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def hang(monkeypatch):
-    """What a call hangs in until the test ends. Only calls in it are late: a busy machine makes others as slow as a short ``step_timeout``."""
+    """What a call hangs in until the test ends. Only calls in it are late: a busy machine makes
+    others as slow as a short ``step_timeout``."""
     hang, abandon_late = Hang(), isolation.Pool.abandon_late
 
     def of_those_that_hang(pool, calls, busy_since, timeout):
@@ -70,6 +73,7 @@ def _exact_norms():
 
 
 def pytest_collection_modifyitems(items):
-    # The representation of a set or of an object is another in every process, and pytest-xdist then runs nothing at all.
+    # The representation of a set or of an object is another in every process, and pytest-xdist then
+    # runs nothing at all.
     if odd := [item.nodeid for item in items if len(item.nodeid) > 220 or " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"test names made of whole objects: expected short ids=..., got {odd[0][:220]}")

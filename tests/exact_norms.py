@@ -1,4 +1,5 @@
-"""Float64 all through: the norms of transformers compute in float32 even in a float64 model, so sums in another order differ by 1e-8."""
+"""Float64 all through: the norms of transformers compute in float32 even in a float64 model, so
+sums in another order differ by 1e-8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the global generators of Python and NumPy give, for tests that nobody else draws from them."""
+"""What the global generators of Python and NumPy give, for tests that nobody else draws from
+them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import numpy as np
 def draws(between: Callable[[], object]) -> list[float]:
     """Draws from the seeded generators, some before ``between()`` and some after.
 
-    ``gauss`` and ``normal`` come in pairs, of which each generator keeps the second: that, too, is part of its state.
+    ``gauss`` and ``normal`` come in pairs, of which each generator keeps the second: that, too, is
+    part of its state.
     """
     random.seed(3)
     np.random.seed(3)

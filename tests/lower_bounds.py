@@ -1,4 +1,5 @@
-"""Constraints for pip with which it installs the oldest versions that ``pyproject.toml`` allows: ``make test-lower``.
+"""Constraints for pip with which it installs the oldest versions that ``pyproject.toml`` allows:
+``make test-lower``.
 
 python tests/lower_bounds.py > constraints.txt
 """

@@ -1,9 +1,11 @@
-"""Plant faults that reviews and earlier work found, one at a time: the tests of ``make test`` must find each.
+"""Plant faults that reviews and earlier work found, one at a time: the tests of ``make test`` must
+find each.
 
     python tests/planted_faults.py [NAME ...]
 
-Works on a copy of the checkout. Each fault names the test files that are there to find it, so that a round takes seconds; they
-are run without the fault first. Exits with 1 if a fault stays unnoticed, is no longer in the code, or if a test fails without it.
+Works on a copy of the checkout. Each fault names the test files that are there to find it, so that
+a round takes seconds; they are run without the fault first. Exits with 1 if a fault stays
+unnoticed, is no longer in the code, or if a test fails without it.
 """
 
 import os
@@ -270,14 +272,16 @@ FAULTS = {
 
 
 def run(checkout: Path, tests: str) -> int:
-    """The exit code of pytest: 0 passed, 1 failed; another one is an error of the script or of the tests."""
+    """The exit code of pytest: 0 passed, 1 failed; another one is an error of the script or of the
+    tests."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not extra", "--timeout=600", *tests.split()]
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     return subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.DEVNULL, check=False).returncode
 
 
 def try_fault(checkout: Path, fault: Fault) -> str:
-    """Plant a fault, run its tests and take it out again; returns what is wrong with the tests, if anything."""
+    """Plant a fault, run its tests and take it out again; returns what is wrong with the tests, if
+    anything."""
     path = checkout / "torchrl_llm" / fault.path
     text = path.read_text()
     if text.count(fault.right) != 1:

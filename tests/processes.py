@@ -1,6 +1,8 @@
-"""Processes that tests start: forked from one that has imported everything, for an import takes longer than most of the runs.
+"""Processes that tests start: forked from one that has imported everything, for an import takes
+longer than most of the runs.
 
-They are processes of their own all the same: with their own environment variables, output, session and signals.
+They are processes of their own all the same: with their own environment variables, output, session
+and signals.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class Done(NamedTuple):
 
 
 class Script:
-    """A running script: ``python ARGUMENTS``, with ``environment`` added to the variables of this process.
+    """A running script: ``python ARGUMENTS``, with ``environment`` added to the variables of this
+    process.
 
     Args:
         arguments: the script and its arguments.

@@ -1,4 +1,5 @@
-"""What the tests of the report share: recorded rows that are made up, and the folder of a run that holds them."""
+"""What the tests of the report share: recorded rows that are made up, and the folder of a run that
+holds them."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def made_rows(
     seed: int = 0,
     vocabulary: int = 50,
 ) -> TensorDict:
-    """Scored and credited rows: half of each turn's tokens are the model's, and every odd episode is won.
+    """Scored and credited rows: half of each turn's tokens are the model's, and every odd episode
+    is won.
 
     Args:
         length: tokens of a row.

@@ -1,4 +1,5 @@
-"""What the tests of the trainer share: settings of a small run, its first batch and files, environments of one rule."""
+"""What the tests of the trainer share: settings of a small run, its first batch and files,
+environments of one rule."""
 
 from pathlib import Path
 

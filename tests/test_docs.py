@@ -1,4 +1,5 @@
-"""The documentation: its Python blocks run, assert and print what they show, and what it names exists."""
+"""The documentation: its Python blocks run, assert and print what they show, and what it names
+exists."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ PAGES = sorted(path for path in FOUND if "```python" in path.read_text())
 
 
 def python_blocks(text: str) -> list[tuple[int, str, str | None]]:
-    """The fenced blocks of exactly ```python: the line it starts at, the code, and the block of ```text right below it.
+    """The fenced blocks of exactly ```python: the line it starts at, the code, and the block of
+    ```text right below it.
 
     Others are not meant to run.
     """
@@ -41,7 +43,8 @@ def python_blocks(text: str) -> list[tuple[int, str, str | None]]:
 
 
 def trains_the_small_model(names: dict) -> None:
-    """Two batches of 64 conversations are played and used, and every tensor of the actor and its critic moves."""
+    """Two batches of 64 conversations are played and used, and every tensor of the actor and its
+    critic moves."""
     assert names["buffer"].write_count == 128
     assert names["batch"].batch_size == (64,)
     untrained = names["load_actor_critic"](
@@ -53,11 +56,13 @@ def trains_the_small_model(names: dict) -> None:
 
 
 SHOWN = {"README.md": trains_the_small_model}
-"""What a page shows that its own blocks do not assert. Every block of every other page asserts something."""
+"""What a page shows that its own blocks do not assert. Every block of every other page asserts
+something."""
 
 
 class NoteAssertions(ast.NodeTransformer):
-    """Puts ``_ran.add(line)`` before every assertion: an ``assert``, or a call such as ``assert_close(...)``."""
+    """Puts ``_ran.add(line)`` before every assertion: an ``assert``, or a call such as
+    ``assert_close(...)``."""
 
     def __init__(self) -> None:
         self.written: set[int] = set()
@@ -75,7 +80,8 @@ def unasserted(page: str, text: str) -> list[str]:
     """Run the blocks of a page in order, in one namespace; then what :data:`SHOWN` has for it.
 
     Returns:
-        ``page:line`` of every assertion that did not run, and of every block that has none (unless in ``SHOWN``).
+        ``page:line`` of every assertion that did not run, and of every block that has none (unless
+        in ``SHOWN``).
 
     Raises:
         AssertionError: a block printed something else than the block of text right below it.
@@ -143,7 +149,8 @@ def test_the_quick_start_names_every_extra():
 
 
 def with_its_neighbours(script: Path) -> str:
-    """The source of a script and of what it imports from its own folder, where its flags may be defined."""
+    """The source of a script and of what it imports from its own folder, where its flags may be
+    defined."""
     source = script.read_text()
     imported = [script.parent / f"{name}.py" for name in re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE)]
     return "\n".join([source, *(each.read_text() for each in imported if each.exists())])
@@ -181,7 +188,8 @@ class TestCommands:
 
 
 def runnable(page: Path) -> Any:
-    """A page as a parameter; those that import Ray run where it is installed, in ``make test-scale``."""
+    """A page as a parameter; those that import Ray run where it is installed, in
+    ``make test-scale``."""
     needs_ray = "import ray" in "".join(code for _, code, _ in python_blocks(page.read_text()))
     return pytest.param(page, id=page.name, marks=[pytest.mark.ray] if needs_ray else [])
 
@@ -194,7 +202,8 @@ class TestPythonBlocks:
         monkeypatch.chdir(tmp_path)
         # GEM runs submitted programs with the python of the PATH.
         monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-        monkeypatch.setattr(keys, "ROW_VIEW", dict(keys.ROW_VIEW))  # a page may declare keys of its own
+        # a page may declare keys of its own
+        monkeypatch.setattr(keys, "ROW_VIEW", dict(keys.ROW_VIEW))
         assert unasserted(str(page), page.read_text()) == []
 
     @pytest.mark.parametrize(

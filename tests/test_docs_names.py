@@ -69,7 +69,8 @@ OTHERS = {
 
 
 def stored(tree: ast.AST) -> set[str]:
-    """The names that a module declares: classes, functions, their parameters, attributes, and texts such as keys and choices."""
+    """The names that a module declares: classes, functions, their parameters, attributes, and texts
+    such as keys and choices."""
     found = set()
     for node in ast.walk(tree):
         match node:
@@ -118,7 +119,8 @@ def prose(text: str) -> str:
 
 def unknown(span: str) -> bool:
     """Whether inline code is a name, and of nothing that is known."""
-    span = re.sub(r"^(--[\w-]+)[= ].*$|^(\w+)(: |=).*$", r"\1\2", span)  # a flag, a setting with its value
+    # a flag, a setting with its value
+    span = re.sub(r"^(--[\w-]+)[= ].*$|^(\w+)(: |=).*$", r"\1\2", span)
     if re.fullmatch(r"--[a-z][\w-]*", span):
         return not {span, span[2:], span[2:].replace("-", "_")} & known()
     if re.fullmatch(r"(rollout|loss|policy|credit|critic|optim|data|time|evaluation|evaluation_greedy)/[\w/<>]+", span):

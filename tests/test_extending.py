@@ -1,6 +1,7 @@
 """What is added from outside the package, without an edit of it: the table of docs/design.md.
 
-An environment family is in envs/test_families.py, an inference engine in weight_update/test_third_engine.py.
+An environment family is in envs/test_families.py, an inference engine in
+weight_update/test_third_engine.py.
 """
 
 from dataclasses import dataclass

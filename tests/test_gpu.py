@@ -1,4 +1,5 @@
-"""benchmarks/gpu on a CPU, with small shapes: what it checks passes, what fails is reported, and what is done is not done again."""
+"""benchmarks/gpu on a CPU, with small shapes: what it checks passes, what fails is reported, and
+what is done is not done again."""
 
 from __future__ import annotations
 

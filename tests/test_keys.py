@@ -1,4 +1,5 @@
-"""The schema of keys: padding, trimming and the views follow it, and nothing guesses from a width."""
+"""The schema of keys: padding, trimming and the views follow it, and nothing guesses from a
+width."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def test_every_constant_is_declared():
 def test_a_key_of_ones_own_is_trimmed_and_padded_as_declared():
     declare_row_key(KeySpec("score", "token", torch.float32, "me", "", fill=-7))
     declare_row_key(KeySpec("embedding", "row", torch.float32, "me", ""))
-    narrow = rows([2, 1], score=torch.ones(2, 2), embedding=torch.ones(2, 2))  # as wide as the tokens
+    # as wide as the tokens
+    narrow = rows([2, 1], score=torch.ones(2, 2), embedding=torch.ones(2, 2))
     wide = rows([3], score=torch.ones(1, 3), embedding=torch.ones(1, 2))
     both = cat_rows([narrow, wide])
     assert both["score"].tolist() == [[1, 1, -7], [1, 1, -7], [1, 1, 1]]

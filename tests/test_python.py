@@ -1,4 +1,5 @@
-"""Without GEM, which a Python later than 3.12.0 does not bring: everything imports, plays and trains."""
+"""Without GEM, which a Python later than 3.12.0 does not bring: everything imports, plays and
+trains."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def needs(python: str, *extras: str) -> list[Requirement]:
-    """What an installation with these extras under this version of Python asks for, without the markers."""
+    """What an installation with these extras under this version of Python asks for, without the
+    markers."""
     environment = {"python_version": python.rpartition(".")[0], "python_full_version": python}
     optional = PROJECT["optional-dependencies"]
     wanted = map(Requirement, PROJECT["dependencies"] + [line for extra in extras for line in optional[extra]])
@@ -72,7 +74,8 @@ class TestVersions:
         assert not found & set(gone.split())
 
     def test_everything_imported_is_declared(self):
-        """Not brought by another package: it may leave it out one day, or bring a version that lacks what is used."""
+        """Not brought by another package: it may leave it out one day, or bring a version that
+        lacks what is used."""
         extras = {each for lines in PROJECT["optional-dependencies"].values() for each in lines}
         declared = {canonicalize_name(Requirement(line).name) for line in {*PROJECT["dependencies"], *extras}}
         # The error of reading a parquet file without it names datasets, which brings it.

@@ -1,8 +1,8 @@
 """What version 0.1.0 collected and learned, and what the library collects and learns now.
 
-The recording holds rows and metrics of short runs. Tokens, ids, rewards and turns have to be identical, floats equal to
-rounding. ``RECORD=1`` writes the recording anew: only after a change that is meant to change what runs do, which the
-CHANGELOG then says.
+The recording holds rows and metrics of short runs. Tokens, ids, rewards and turns have to be
+identical, floats equal to rounding. ``RECORD=1`` writes the recording anew: only after a change
+that is meant to change what runs do, which the CHANGELOG then says.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ RUNS = {
 
 
 def run(settings: dict, output_dir: Path) -> tuple[list[dict], list[dict]]:
-    """The rows that each update of a run learned from, and its metrics; the last of these are the norms of the weights."""
+    """The rows that each update of a run learned from, and its metrics; the last of these are the
+    norms of the weights."""
     found = build_run(RunConfig(output_dir=output_dir, **COMMON | settings))
     rows: list[dict] = []
     learn = found.trainer.learn

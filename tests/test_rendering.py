@@ -25,7 +25,8 @@ DATED = {
     "indented": "  {% if true %}\n  {{ strftime_now('%%d is 100%%, %c %x %X %j %U %H:%M:%S') }}{% endif %}" + BODY,
     "a loop": "{% for m in messages %}{{ strftime_now(m.role[:0] ~ '%Y') }}{% endfor %}" + BODY,
 }
-# Every directive that may stand in a format, put together at run time where it has one flag at most.
+# Every directive that may stand in a format, put together at run time where it has one flag at
+# most.
 FLAGGED = [
     "%f",
     "%^b",

@@ -22,7 +22,8 @@ from torchrl_llm.trainers import evaluate
 TOKENIZER = byte_tokenizer()
 PAD, TURN_END = TOKENIZER.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
 (WORD,) = TOKENIZER.encode("!")
-ENDS = [PAD, TURN_END, WORD]  # the model's own list: a second special token, and a token that is text elsewhere
+# the model's own list: a second special token, and a token that is text elsewhere
+ENDS = [PAD, TURN_END, WORD]
 
 
 def model(seed: int = 0):
@@ -83,7 +84,8 @@ def is_text(said: str) -> bool:
 
 
 class TestWhatAnEnvironmentHears:
-    """A response that ended is heard without the token that ended it, whoever built and plays the environment."""
+    """A response that ended is heard without the token that ended it, whoever built and plays the
+    environment."""
 
     @pytest.fixture(autouse=True)
     def policy(self):

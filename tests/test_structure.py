@@ -37,7 +37,8 @@ def modules() -> dict[str, ast.Module]:
 
 
 def imports(tree: ast.Module, known: set[str]) -> set[str]:
-    """The modules of the package that a module imports, anywhere in it: for types, and within functions too."""
+    """The modules of the package that a module imports, anywhere in it: for types, and within
+    functions too."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -165,7 +166,8 @@ def test_the_markers_of_thinking_stand_in_one_place():
 
 
 def test_the_picture_is_true():
-    """Every file that the page names is there, and every package and file of the first level is on the page."""
+    """Every file that the page names is there, and every package and file of the first level is on
+    the page."""
     tree = re.search(r"```text\ntorchrl_llm/\n(.*?)```", (ROOT / "docs" / "design.md").read_text(), re.S)[1]
     folder, shown = "", set()
     for line in tree.splitlines():

@@ -1,4 +1,5 @@
-"""No test depends on the speed of the machine: tests wait for events (``waiting.py``), and ``benchmarks/`` measures time."""
+"""No test depends on the speed of the machine: tests wait for events (``waiting.py``), and
+``benchmarks/`` measures time."""
 
 import ast
 import tomllib
@@ -35,7 +36,8 @@ def seconds(call: ast.Call) -> list[ast.expr]:
 
 
 def hasty(source: str) -> list[str]:
-    """The lines that read a clock, wait for a short time, or sleep in a test instead of waiting for something."""
+    """The lines that read a clock, wait for a short time, or sleep in a test instead of waiting for
+    something."""
     tree, lines = ast.parse(source), source.splitlines()
     found = set()
     for node in ast.walk(tree):
@@ -51,7 +53,8 @@ def hasty(source: str) -> list[str]:
 
 
 def sleeps(body: list[ast.stmt]) -> list[int]:
-    """Lines of ``time.sleep`` in a test itself, and not in an environment or a policy that is made there."""
+    """Lines of ``time.sleep`` in a test itself, and not in an environment or a policy that is made
+    there."""
     found, nodes = [], [*body]
     while nodes:
         node = nodes.pop()

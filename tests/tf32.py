@@ -1,4 +1,5 @@
-"""Float32 products as a GPU computes them where PyTorch's precision of them is not "highest": :class:`TF32`."""
+"""Float32 products as a GPU computes them where PyTorch's precision of them is not "highest":
+:class:`TF32`."""
 
 from typing import Any
 
@@ -18,7 +19,8 @@ _FACTORS = {
 
 
 class TF32(TorchDispatchMode):
-    """Rounds the factors of float32 products to 10 bits, where the precision of PyTorch is not "highest"."""
+    """Rounds the factors of float32 products to 10 bits, where the precision of PyTorch is not
+    "highest"."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         factors = _FACTORS.get(func, ()) if torch.backends.cuda.matmul.fp32_precision == "tf32" else ()

@@ -1,4 +1,5 @@
-"""How tests wait: for an event, never for a time. A limit is there for what hangs, and no machine is slow enough to reach it."""
+"""How tests wait: for an event, never for a time. A limit is there for what hangs, and no machine
+is slow enough to reach it."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ def wait_until(holds: Callable[[], object], what: str = "what the test waits for
 
 
 def a_moment() -> None:
-    """Time for other threads and processes to do what they must not do: too little of it hides a fault, and makes none."""
+    """Time for other threads and processes to do what they must not do: too little of it hides a
+    fault, and makes none."""
     time.sleep(0.05)
 
 
 class Clock:
-    """Stands where modules have ``time``: only sleeping takes any, of everything else as much as the machine needs.
+    """Stands where modules have ``time``: only sleeping takes any, of everything else as much as
+    the machine needs.
 
     Attributes:
         now: seconds.

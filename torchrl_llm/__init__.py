@@ -1,7 +1,8 @@
 """Multi-turn reinforcement learning of language models as TorchRL components.
 
-A turn is an environment step. Text environments are :class:`~torchrl.envs.EnvBase`, policies emit action tokens
-with ``turn_ids``, and the algorithms are TorchRL loss modules and value estimators. The rooms:
+A turn is an environment step. Text environments are :class:`~torchrl.envs.EnvBase`, policies emit
+action tokens with ``turn_ids``, and the algorithms are TorchRL loss modules and value estimators.
+The rooms:
 
 - :mod:`torchrl_llm.keys`: every TensorDict key of the library.
 - :mod:`torchrl_llm.envs`: text worlds -> TensorDict.

@@ -1,7 +1,7 @@
 """The record of a rollout: :class:`Episode`, from the environment to the row.
 
-Collectors write it, :func:`torchrl_llm.data.rows_from_episodes` reads it. It holds every token once, so it needs no more
-memory than its row.
+Collectors write it, :func:`torchrl_llm.data.rows_from_episodes` reads it. It holds every token
+once, so it needs no more memory than its row.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy.typing as npt
 from torchrl_llm.keys import StopReason
 
 LARGEST_REWARD = 1e12
-"""Rewards are at most of this size: credit adds up the squares of returns in float32, which ends at 3.4e38. The variance of larger
-ones would be infinite, and every advantage 0."""
+"""Rewards are at most of this size: credit adds up the squares of returns in float32, which ends at
+3.4e38. The variance of larger ones would be infinite, and every advantage 0."""
 
 
 def is_reward(number: Any) -> bool:
@@ -32,7 +32,8 @@ def is_reward(number: Any) -> bool:
 
 
 def plain_number(value: Any) -> Any:
-    """A number of numpy or torch, also in an array of one, as a number of Python; anything else as it is.
+    """A number of numpy or torch, also in an array of one, as a number of Python; anything else as
+    it is.
 
     Examples:
         >>> import numpy as np
@@ -72,11 +73,11 @@ class Episode:
         task_id: of its :class:`~torchrl_llm.envs.TaskIdentity`; ``None``: not known.
         turns: the responses.
         rewards: of the turns that the environment has processed.
-        extras: of these turns, name -> number, or hash of a text as an ``int`` (:mod:`torchrl_llm.envs.extras`); empty if the
-            environment has none.
+        extras: of these turns, name -> number, or hash of a text as an ``int``
+            (:mod:`torchrl_llm.envs.extras`); empty if the environment has none.
         texts: hash -> text, as far as known.
-        contexts: the tokens of each segment that is over, int64: up to its last response, and with the last feedback for the
-            last segment.
+        contexts: the tokens of each segment that is over, int64: up to its last response, and with
+            the last feedback for the last segment.
         stop_reason: why it ended, or that it runs.
         terminated, truncated: how it ended; neither while it runs.
         success: whether it ended in success.
@@ -126,7 +127,8 @@ class Episode:
             self.oldest = oldest if self.oldest is None else min(self.oldest, oldest)
 
     def end_segment(self, context: npt.NDArray[np.int64]) -> None:
-        """Record that the context ``[l]`` before the last response is cut after it, where the next segment begins."""
+        """Record that the context ``[l]`` before the last response is cut after it, where the next
+        segment begins."""
         self.contexts.append(np.concatenate([context, self.turns[-1].tokens]))
 
     def end(

@@ -1,13 +1,16 @@
-"""Every TensorDict key of the library, as data: its name, axis, dtype, fill value, writer and meaning.
+"""Every TensorDict key of the library, as data: its name, axis, dtype, fill value, writer and
+meaning.
 
-Two views of the same episodes. ``N`` environment slots, ``T`` turns, ``B`` episodes, ``L`` tokens of context, ``A`` tokens
-of the longest response.
+Two views of the same episodes. ``N`` environment slots, ``T`` turns, ``B`` episodes, ``L`` tokens
+of context, ``A`` tokens of the longest response.
 
-- :data:`TURN_VIEW`, written by environments and policies: batch ``[N]`` per step, ``[N, T]`` (or ``[B, T]``) collected.
+- :data:`TURN_VIEW`, written by environments and policies: batch ``[N]`` per step, ``[N, T]`` (or
+  ``[B, T]``) collected.
 - :data:`ROW_VIEW`, stored, sampled and fed to losses: batch ``[B]``, one episode a row.
 
-Padding, trimming and the tables of the documentation come from these two. Floats are float32, or the input's dtype if wider.
-Keys of your own that follow tokens or turns are added by :func:`declare_row_key`.
+Padding, trimming and the tables of the documentation come from these two. Floats are float32, or
+the input's dtype if wider. Keys of your own that follow tokens or turns are added by
+:func:`declare_row_key`.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ class KeySpec:
         name: the key.
         axis: what the last dimension counts, see :data:`SHAPES`.
         dtype: of its tensor; ``torch.float32`` may be wider.
-        writer: the component that writes it: an environment ("env"), a "policy", the "sequence" (rows made of episodes), a
-            "critic", ...
+        writer: the component that writes it: an environment ("env"), a "policy", the "sequence"
+            (rows made of episodes), a "critic", ...
         meaning: one line for the documentation.
         fill: the value of padding.
     """
@@ -146,7 +149,8 @@ CRITIC_WEIGHT = _row("critic_weight", "token", _FLOAT, "trainer", "the same for 
 
 
 def extra(name: str) -> tuple[str, str]:
-    """The key of an extra in the turn view, below ``"next"`` as the reward: ``[N, 1]`` float32, or int64 for the hash of a text."""
+    """The key of an extra in the turn view, below ``"next"`` as the reward: ``[N, 1]`` float32, or
+    int64 for the hash of a text."""
     return "extra", name
 
 
@@ -173,7 +177,8 @@ def turn_extras(rows: TensorDictBase) -> dict[str, Tensor]:
 def declare_row_key(spec: KeySpec) -> None:
     """Add a key of your own to the row view, so that it is padded and trimmed with the rows.
 
-    Needed for a key whose second dimension counts tokens. Keys under ``"turn"`` count turns without it.
+    Needed for a key whose second dimension counts tokens. Keys under ``"turn"`` count turns without
+    it.
 
     Raises:
         ValueError: the axis is one of the turn view, or the key is declared otherwise already.
@@ -188,7 +193,8 @@ def declare_row_key(spec: KeySpec) -> None:
 
 
 def is_row_view(batch: TensorDictBase) -> bool:
-    """Whether a batch is in the row view: there ``"tokens"`` is a leaf, in the turn view a nested tensordict.
+    """Whether a batch is in the row view: there ``"tokens"`` is a leaf, in the turn view a nested
+    tensordict.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -205,7 +211,8 @@ def row_axis(name: NestedKey, value: Tensor) -> Axis:
     Raises:
         KeyError: the key is not declared, so that its second dimension may count tokens or turns.
     """
-    # The row view first: turn_ids and policy_version are in both, and count tokens of a response in the other.
+    # The row view first: turn_ids and policy_version are in both, and count tokens of a response in
+    # the other.
     spec = ROW_VIEW.get(name) or TURN_VIEW.get(name)
     if spec is not None:
         return spec.axis

@@ -71,13 +71,15 @@ class MissingChatTemplateError(ChatTemplateError):
 class Renderer:
     """A tokenizer's chat template as a function from messages to text.
 
-    Some templates want the content of a message as text, some as a list of parts. One conversation is tried to find out.
+    Some templates want the content of a message as text, some as a list of parts. One conversation
+    is tried to find out.
 
     Args:
         tokenizer: a transformers tokenizer.
         system_prompt: text of a system message in front; ``None``: there is none.
         chat_template_kwargs: passed on to the template.
-        today: the date that the template gets as today's; ``None``: that of the clock, at each call.
+        today: the date that the template gets as today's; ``None``: that of the clock, at each
+            call.
 
     Attributes:
         source: the text of the template.
@@ -122,7 +124,8 @@ class Renderer:
             prompt: whether the assistant's next turn is opened.
 
         Raises:
-            ChatTemplateError: the template refuses the conversation, or needs what it was not given.
+            ChatTemplateError: the template refuses the conversation, or needs what it was not
+                given.
         """
         whole = [self._as_dict(*message) for message in [*self._system, *messages]]
         try:
@@ -133,7 +136,8 @@ class Renderer:
             raise ChatTemplateError(self._refusal(whole, error)) from error
 
     def shows_date(self) -> bool:
-        """Whether the template writes today's date into a conversation: it renders another text on another day."""
+        """Whether the template writes today's date into a conversation: it renders another text on
+        another day."""
         if _CLOCK not in self.source:
             return False
         question, kwargs = [*self._system, Message("user", _TRIAL)], {**self.kwargs, "chat_template": self.source}
@@ -148,7 +152,8 @@ class Renderer:
         return {"role": role, "content": [{"type": "text", "text": content}] if self.parts else content, **fields}
 
     def _wants_parts(self) -> bool:
-        """Whether the template leaves text out, or fails on it, and writes the same content as parts."""
+        """Whether the template leaves text out, or fails on it, and writes the same content as
+        parts."""
         if self._shows_trial():
             return False
         self.parts = True
@@ -167,7 +172,8 @@ class Renderer:
         if roles[0] == "system":
             advice.insert(0, "if it knows no system role, put the system prompt into the environment's first message")
         wanted = sorted(_variables(self.source) - _SUPPLIED - self.kwargs.keys())
-        # One that a template merely asks for is no reason to refuse, so they are named where it failed by itself.
+        # One that a template merely asks for is no reason to refuse, so they are named where it
+        # failed by itself.
         if wanted and not _raised_by_template(error):
             named = ", ".join(wanted)
             advice.insert(0, f"pass what it lacks as chat_template_kwargs (it reads {named}, which are not given)")
@@ -182,10 +188,12 @@ def _clock(today: date, spells: str) -> str:
 
     Args:
         today: the day.
-        spells: text that has the formats in it. What is put together elsewhere is known with one flag at most.
+        spells: text that has the formats in it. What is put together elsewhere is known with one
+            flag at most.
     """
-    # transformers gives templates no other functions than its own, so it is a macro: each directive is replaced by its value. The
-    # line break behind it is no part of the template's text, as transformers sets Jinja's trim_blocks.
+    # transformers gives templates no other functions than its own, so it is a macro: each directive
+    # is replaced by its value. The line break behind it is no part of the template's text, as
+    # transformers sets Jinja's trim_blocks.
     now = datetime(today.year, today.month, today.day)
     spelled = [f"%{flag}{letter}" for flag in ("", *"-_0^#") for letter in ascii_letters] + _DIRECTIVE.findall(spells)
     values = json.dumps([[each, now.strftime(each)] for each in dict.fromkeys(spelled)])
@@ -197,17 +205,20 @@ def _clock(today: date, spells: str) -> str:
 
 
 def _raised_by_template(error: Exception) -> bool:
-    """Whether the template refused in its own words: by ``raise_exception``, which is a plain ``TemplateError``."""
+    """Whether the template refused in its own words: by ``raise_exception``, which is a plain
+    ``TemplateError``."""
     return type(error) is TemplateError
 
 
 def _source(tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
-    """The text of the template that ``apply_chat_template`` takes: a tokenizer may have several, by name."""
+    """The text of the template that ``apply_chat_template`` takes: a tokenizer may have several, by
+    name."""
     return str(tokenizer.get_chat_template(kwargs.get("chat_template"), tools=kwargs.get("tools")))
 
 
 def text_constants(source: str) -> list[str]:
-    """The texts that a template's expressions hold, each once: among them are those at which it splits messages.
+    """The texts that a template's expressions hold, each once: among them are those at which it
+    splits messages.
 
     Examples:
         >>> text_constants("Hi {{ m.content.split('</' ~ 'plan>')[-1] }}")

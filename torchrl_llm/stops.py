@@ -1,7 +1,8 @@
 """Which ids end a response: the one rule that policies, environments, scorers and collectors share.
 
-A policy stops at :func:`response_end_ids`, unless ``SamplingConfig.stop_ids`` is set. Collectors pass the policy's ids to the
-environment by :func:`share_stop_ids`, so that it leaves out of a response's text exactly the token that ended it.
+A policy stops at :func:`response_end_ids`, unless ``SamplingConfig.stop_ids`` is set. Collectors
+pass the policy's ids to the environment by :func:`share_stop_ids`, so that it leaves out of a
+response's text exactly the token that ended it.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ def response_end_ids(
 ) -> tuple[int, ...]:
     """The ids that end a response unless a caller names others.
 
-    They are the tokens with which the chat template closes an assistant's message (:func:`answer_end`), the tokenizer's
-    end-of-sequence id, and every end token of the model. Some models name their end of text only, and never that of a turn.
+    They are the tokens with which the chat template closes an assistant's message
+    (:func:`answer_end`), the tokenizer's end-of-sequence id, and every end token of the model. Some
+    models name their end of text only, and never that of a turn.
 
     Args:
         tokenizer: a transformers tokenizer.
-        model_ids: the ``eos_token_id`` of the model's ``generation_config``: an id, a list of ids, or ``None``.
-        chat_template_kwargs: passed on to the template, which may end answers in another way for them.
+        model_ids: the ``eos_token_id`` of the model's ``generation_config``: an id, a list of ids,
+            or ``None``.
+        chat_template_kwargs: passed on to the template, which may end answers in another way for
+            them.
 
     Returns:
         The ids, sorted; empty if there is none.
@@ -66,8 +70,9 @@ class HasStopIds(Protocol):
 def share_stop_ids(env: HasFormatter, policy: HasStopIds) -> None:
     """Set the stop ids of an environment to those of the policy that acts in it.
 
-    Collectors, evaluations and :meth:`torchrl_llm.envs.GEMEnv.rollout` do so. It is for a loop of one's own, or a stock
-    collector of TorchRL, with a policy that stops at ordinary tokens: special tokens are recognized without it.
+    Collectors, evaluations and :meth:`torchrl_llm.envs.GEMEnv.rollout` do so. It is for a loop of
+    one's own, or a stock collector of TorchRL, with a policy that stops at ordinary tokens: special
+    tokens are recognized without it.
 
     Args:
         env: an environment with a ``formatter``.
@@ -82,7 +87,8 @@ def share_stop_ids(env: HasFormatter, policy: HasStopIds) -> None:
 
 
 def control_tokens(tokenizer: Any) -> dict[int, AddedToken]:
-    """The added tokens that control the model: special ones, and those in the form of markup, such as ``<tool_call>``.
+    """The added tokens that control the model: special ones, and those in the form of markup, such
+    as ``<tool_call>``.
 
     Other added tokens are vocabulary: whitespace runs, words and phrases.
     """
@@ -90,17 +96,19 @@ def control_tokens(tokenizer: Any) -> dict[int, AddedToken]:
 
 
 def token_pattern(names: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that finds any of these tokens, the longest first; it finds nothing if there are none."""
-    # re takes the first alternative that matches, so a token must precede its own prefixes. An empty pattern would
-    # match everywhere, (?!) nowhere.
+    """A pattern that finds any of these tokens, the longest first; it finds nothing if there are
+    none."""
+    # re takes the first alternative that matches, so a token must precede its own prefixes. An
+    # empty pattern would match everywhere, (?!) nowhere.
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
 
 
 def answer_end(names: Collection[str], last: str, followed: str, answer: str, message: str) -> str | None:
     """The control token that ends an answer, from two renderings of a conversation.
 
-    Most templates write it right behind the answer. Some write it with the next message only, or end an answer by the token
-    that opens the next message: then it may be another one for each role of that message.
+    Most templates write it right behind the answer. Some write it with the next message only, or
+    end an answer by the token that opens the next message: then it may be another one for each role
+    of that message.
 
     Args:
         names: the control tokens.
@@ -110,8 +118,9 @@ def answer_end(names: Collection[str], last: str, followed: str, answer: str, me
         message: the message's text.
 
     Returns:
-        The first control token behind the last answer, if there is one; else the one that stands between the answer and the
-        message, with nothing but white space before it. ``None``: the template ends answers by text.
+        The first control token behind the last answer, if there is one; else the one that stands
+        between the answer and the message, with nothing but white space before it. ``None``: the
+        template ends answers by text.
     """
     tokens = token_pattern(names)
     match = tokens.search(last.rpartition(answer)[2]) if answer in last else None
@@ -122,7 +131,8 @@ def answer_end(names: Collection[str], last: str, followed: str, answer: str, me
 
 
 def _template_ends(tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> set[int]:
-    """The ids with which the tokenizer's chat template closes an assistant's message, before a message of any role."""
+    """The ids with which the tokenizer's chat template closes an assistant's message, before a
+    message of any role."""
     names = [str(token) for token in control_tokens(tokenizer).values()]
     asked, answered = Message("user", _QUESTION), Message("assistant", _ANSWER)
     ends = set()
@@ -130,7 +140,8 @@ def _template_ends(tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> s
         try:
             render = Renderer(tokenizer, chat_template_kwargs=chat_template_kwargs)
             last, followed = render([asked, answered], prompt=False), render([asked, answered, Message(role, _REPLY)])
-        except ChatTemplateError:  # the formatter reports a broken template; not every policy needs one
+        # the formatter reports a broken template; not every policy needs one
+        except ChatTemplateError:
             continue
         ends.add(answer_end(names, last, followed, _ANSWER, _REPLY))
     return {int(tokenizer.convert_tokens_to_ids(token)) for token in ends if token is not None}

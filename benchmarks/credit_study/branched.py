@@ -1,4 +1,5 @@
-"""Trees against episodes that do not branch, on games of three turns of which the first, all, or the last decide."""
+"""Trees against episodes that do not branch, on games of three turns of which the first, all, or
+the last decide."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -25,7 +26,8 @@ FORMS: dict[str, tuple[int, list[int]]] = {
     "4 trees of 2, before the last turn": (4, [2]),
     "2 trees of 4, before the last turn": (2, [2]),
 }
-"""Trees of a group, and the turns, counted from 0, before which they branch: each tree before one of them."""
+"""Trees of a group, and the turns, counted from 0, before which they branch: each tree before one
+of them."""
 
 
 def three_turns(counts: tuple[float, ...], task: int, said: tuple[tuple[int, ...], ...]) -> Step:
@@ -36,7 +38,8 @@ def three_turns(counts: tuple[float, ...], task: int, said: tuple[tuple[int, ...
 
 
 def group_rows(rows: TensorDict, index: Tensor, turn: Tensor | None) -> TensorDict:
-    """The trees of ``index [M, size]``, which branch before ``turn [M]``, as rows in groups; ``None``: single episodes."""
+    """The trees of ``index [M, size]``, which branch before ``turn [M]``, as rows in groups;
+    ``None``: single episodes."""
     batch = rows.exclude(keys.EPISODE_ID)[index.flatten()]
     number, size = torch.arange(index.numel()), index.shape[1]
     batch[keys.GROUP_ID] = number // ROWS

@@ -1,4 +1,5 @@
-"""What continuations of the states of drawn batches would have returned, for an :class:`~torchrl_llm.testing.enumerable.EnumerableMDP`."""
+"""What continuations of the states of drawn batches would have returned, for an
+:class:`~torchrl_llm.testing.enumerable.EnumerableMDP`."""
 
 from __future__ import annotations
 
@@ -16,12 +17,15 @@ from torchrl_llm.testing.enumerable import EnumerableMDP
 class Continuations:
     """The states of a game, and what follows each of them under a policy.
 
-    A state is the task and the tokens before a turn that has some, as in :func:`~torchrl_llm.collectors.value_states`. The probabilities
-    of what follows are exact, so that drawing an episode of the state is the same as continuing one from there.
+    A state is the task and the tokens before a turn that has some, as in
+    :func:`~torchrl_llm.collectors.value_states`. The probabilities of what follows are exact, so
+    that drawing an episode of the state is the same as continuing one from there.
 
     Args:
-        state: ``[n, T]`` int64, the state before each turn of each episode; -1 where the turn has no token.
-        share: ``[S, n]``, the probability of each episode in each state; 0 for those that do not pass it.
+        state: ``[n, T]`` int64, the state before each turn of each episode; -1 where the turn has
+            no token.
+        share: ``[S, n]``, the probability of each episode in each state; 0 for those that do not
+            pass it.
         to_go: ``[S, n]``, the return of each episode from the state on.
         turns: ``[S, n]``, the turns that the policy samples from the state on.
     """
@@ -51,7 +55,8 @@ class Continuations:
     def sample(self, index: Tensor, group: int, count: int, generator: torch.Generator) -> Tensor:
         """Values of the states that batches pass: the mean return of continuations.
 
-        Episodes of a group that pass the same state share its value, as in :func:`~torchrl_llm.collectors.value_states`.
+        Episodes of a group that pass the same state share its value, as in
+        :func:`~torchrl_llm.collectors.value_states`.
 
         Args:
             index: ``[M, B]`` int64, the episodes of each batch, group by group.
@@ -72,7 +77,8 @@ class Continuations:
         return value.where(state >= 0, torch.nan).view(*index.shape, -1)
 
     def cost(self, index: Tensor, group: int) -> tuple[float, float]:
-        """Turns of a batch, and of one more continuation of each of its states: means over the batches.
+        """Turns of a batch, and of one more continuation of each of its states: means over the
+        batches.
 
         Args:
             index, group: see :meth:`sample`.

@@ -27,7 +27,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "GRPO": {"algo": "GRPO", "group_size": 8},
     "GRPO per turn": {"algo": "GRPO", "group_size": 8, "credit": "turn"},
 }
-"""What sets them apart on EarlyDecision. The last one tells what is the group's from what is the credit's."""
+"""What sets them apart on EarlyDecision. The last one tells what is the group's from what is the
+credit's."""
 COMPARED = {"guess": list(ALGORITHMS)[:3], "early": list(ALGORITHMS)}
 TUNED = [{"lr_actor": lr, "entropy_coeff": entropy} for entropy in (0.01, 0.03) for lr in (1.5e-3, 3e-3, 6e-3)]
 """What each algorithm may choose from on EarlyDecision."""
@@ -99,7 +100,8 @@ def once(output: Path, train: Callable[[Path], None]) -> dict:
 
 
 def tuned(name: str, folder: Path) -> dict[str, float]:
-    """The settings of :data:`TUNED` with the highest success over all training batches, on the tuning seeds."""
+    """The settings of :data:`TUNED` with the highest success over all training batches, on the
+    tuning seeds."""
     return max(TUNED, key=lambda chosen: tuning_score(name, chosen, folder))
 
 

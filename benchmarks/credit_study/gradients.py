@@ -1,4 +1,5 @@
-"""The estimators' gradients against the true one, on batches from a language MDP that is small enough to enumerate."""
+"""The estimators' gradients against the true one, on batches from a language MDP that is small
+enough to enumerate."""
 
 import json
 from collections.abc import Iterator
@@ -35,9 +36,11 @@ from torchrl_llm.testing.enumerable import (
 
 
 def unequal(task: int, said: tuple[tuple[int, ...], ...]) -> Step:
-    """:func:`~torchrl_llm.testing.enumerable.small_talk` with 3 more for whoever ends a conversation of task 1.
+    """:func:`~torchrl_llm.testing.enumerable.small_talk` with 3 more for whoever ends a
+    conversation of task 1.
 
-    Nobody can act upon that, and the true gradient is the same; but one task is now much easier than the other.
+    Nobody can act upon that, and the true gradient is the same; but one task is now much easier
+    than the other.
     """
     step = small_talk(task, said)
     return replace(step, reward=step.reward + 3.0) if task == 1 and said and step.limit is None else step
@@ -56,7 +59,8 @@ class Estimator:
         name: in tables and plots.
         algo: the loss.
         options: of the loss.
-        critic: whose values the rows carry: ``"exact"``, ``"random"``, those of a number of continuations of each state, or none.
+        critic: whose values the rows carry: ``"exact"``, ``"random"``, those of a number of
+            continuations of each state, or none.
     """
 
     name: str
@@ -107,7 +111,8 @@ ESTIMATORS = [
 
 
 def token_scores(mdp: EnumerableMDP, actor: TokenScorer) -> Tensor:
-    """Gradient ``[n, L, P]`` of the log-probability of each token of each conversation; 0 off actions."""
+    """Gradient ``[n, L, P]`` of the log-probability of each token of each conversation; 0 off
+    actions."""
     rows = mdp.rows()
     log_prob = actor(rows.clone())[keys.LOG_PROB]
     size = sum(parameter.numel() for parameter in actor.parameters())
@@ -131,7 +136,8 @@ def draw(
 
 
 def credit_of(loss: TurnPolicyLoss, batch: TensorDict) -> Tensor:
-    """What multiplies each token's score in the gradient of one batch: weight times advantage, ``[B, L]``."""
+    """What multiplies each token's score in the gradient of one batch: weight times advantage,
+    ``[B, L]``."""
     batch = write_loss_weights(loss.value_estimator(batch), loss)
     return (batch[keys.LOSS_WEIGHT].double() * batch[keys.ADVANTAGE]).where(batch[keys.TURN_IDS] >= 0, 0.0)
 
@@ -139,7 +145,8 @@ def credit_of(loss: TurnPolicyLoss, batch: TensorDict) -> Tensor:
 def batches_of(
     rows: TensorDict, index: Tensor, group: int = GROUP, sampled_value: Tensor | None = None
 ) -> Iterator[TensorDict]:
-    """The rows of each batch of ``index [M, B]``, in groups, with their ``sampled_value [M, B, T]`` if there is one."""
+    """The rows of each batch of ``index [M, B]``, in groups, with their ``sampled_value [M, B, T]``
+    if there is one."""
     rows = rows.exclude(keys.EPISODE_ID)
     for i, chosen in enumerate(index):
         batch = rows[chosen]
@@ -159,8 +166,9 @@ def gradients_of(
 ) -> Tensor:
     """The ascent direction ``[M, P]`` that the loss gives on each batch of ``index [M, B]``.
 
-    At ratio 1 the gradient of the loss is the sum of credit times score, so that one table of scores serves all batches.
-    That this is the gradient of the real loss is checked by backward passes through the first three batches.
+    At ratio 1 the gradient of the loss is the sum of credit times score, so that one table of
+    scores serves all batches. That this is the gradient of the real loss is checked by backward
+    passes through the first three batches.
     """
     coefficients = scores.new_zeros(len(index), *scores.shape[:2])
     batches = batches_of(rows, index, group, sampled_value)
@@ -175,11 +183,13 @@ def gradients_of(
 def summary(gradients: Tensor, truth: Tensor, blocks: int = 20) -> dict[str, float]:
     """Bias and noise of gradients ``[M, P]`` against the true one ``[P]``.
 
-    - ``cosine_mean``: cosine of the expected gradient and the truth. The mean of ``M`` gradients still has noise across the
-      truth, which alone would turn it away; its expected square is subtracted, so that the figure can exceed 1 by its
-      error. ``cosine_mean_se``: its jackknife standard error over ``blocks`` blocks.
+    - ``cosine_mean``: cosine of the expected gradient and the truth. The mean of ``M`` gradients
+      still has noise across the truth, which alone would turn it away; its expected square is
+      subtracted, so that the figure can exceed 1 by its error. ``cosine_mean_se``: its jackknife
+      standard error over ``blocks`` blocks.
     - ``cosine_batch``: mean cosine of one batch's gradient, 0 for a batch that gives none.
-    - ``noise``: trace of the covariance of one batch's gradient over the squared length of the expected one.
+    - ``noise``: trace of the covariance of one batch's gradient over the squared length of the
+      expected one.
     """
     direction = truth / truth.norm()
     along = gradients @ direction
@@ -210,7 +220,8 @@ def random_critic(seed: int) -> TurnCritic:
 
 
 def compare_gradients(game: str, policy: int, batches: int, sizes: list[int]) -> list[dict]:
-    """Every estimator on the same batches of one policy: ``{game, estimator, policy, size, batches, turns, **summary}`` each.
+    """Every estimator on the same batches of one policy: ``{game, estimator, policy, size, batches,
+    turns, **summary}`` each.
 
     ``turns`` is how many the policy samples for a batch, with those of continuations.
     """
@@ -229,7 +240,8 @@ def compare_gradients(game: str, policy: int, batches: int, sizes: list[int]) ->
         for estimator in ESTIMATORS:
             loss, turns, sampled_value = estimator.build(actor, critic), own, None
             if isinstance(estimator.critic, int):
-                # Another seed than that of the batches: with the same one the values would not be independent of them.
+                # Another seed than that of the batches: with the same one the values would not be
+                # independent of them.
                 generator = torch.Generator().manual_seed(policy + 2000)
                 sampled_value = continuations.sample(index, GROUP, estimator.critic, generator)
                 turns += estimator.critic * continued

@@ -48,7 +48,8 @@ def world_table(runs: Results, measure: registered.Measure) -> str:
 
 
 def hypothesis_table(runs: Results) -> str:
-    """One line a pair: the probability of improvement by both measures, and what the one that judges says."""
+    """One line a pair: the probability of improvement by both measures, and what the one that
+    judges says."""
     lines = [
         "| hypothesis | pair | training: P(improvement) | final: P(improvement) | judged by | differs |",
         "|---|---|---|---|---|---|",
@@ -123,7 +124,8 @@ def check(found: dict[str, Any]) -> None:
 
 
 def write_report(root: Path, page: Path, plots: Path) -> None:
-    """Write the raw data, the tables of the page and the plot. Without results in ``root``, from the raw data in the repository."""
+    """Write the raw data, the tables of the page and the plot. Without results in ``root``, from
+    the raw data in the repository."""
     source = root / "results.json"
     found = json.loads((source if source.exists() else DATA).read_text())
     check(found)

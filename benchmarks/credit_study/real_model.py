@@ -1,7 +1,8 @@
 """The question of the study, asked once of a real model: :func:`run` and :func:`write_report`.
 
-SmolLM2-135M-Instruct after its warm start plays GuessTheNumber with each of the study's eight estimators, with the settings of the demo. What
-is compared, and what is expected, stands here and was committed before the first run; a result carries the :func:`digest` of it.
+SmolLM2-135M-Instruct after its warm start plays GuessTheNumber with each of the study's eight
+estimators, with the settings of the demo. What is compared, and what is expected, stands here and
+was committed before the first run; a result carries the :func:`digest` of it.
 """
 
 import hashlib
@@ -32,7 +33,8 @@ CONFIG = registered.ROOT / "examples" / "configs" / "smollm2_reinforce_llm.yaml"
 DRAW = "credit-smollm2-1"
 
 START = "the start"
-"""What stands for the weights of the warm start among the estimators: they are evaluated, and not trained."""
+"""What stands for the weights of the warm start among the estimators: they are evaluated, and not
+trained."""
 
 COMMON: dict[str, Any] = {
     "max_steps": 1800,
@@ -41,8 +43,9 @@ COMMON: dict[str, Any] = {
     "progress": False,
     "overwrite": True,
 }
-"""Beside the settings of :data:`CONFIG`: the demo's, which were chosen for LLMREINFORCE, on other seeds. A run ends with the iteration, of 48 games, that reaches
-1,800 turns: the eleventh to thirteenth."""
+"""Beside the settings of :data:`CONFIG`: the demo's, which were chosen for LLMREINFORCE, on other
+seeds. A run ends with the iteration, of 48 games, that reaches 1,800 turns: the eleventh to
+thirteenth."""
 
 CORRECTED = (
     "A first registration (commit cd11118) gave every run 10^9 turns and ended it after 14 iterations. The warm-up is a share of the turns, so that the learning rate stayed "
@@ -61,8 +64,10 @@ OWN: dict[str, dict[str, Any]] = {
     "GRPO per turn": _GROUPS,
     "GRPO per state": {"group_size": 4, "state": "prefix"},
 }
-"""What estimators have of their own beside :data:`registered.ESTIMATORS <credit_study.registered.ESTIMATORS>`: groups of four games, GRPO's scale of the batch (by the group's own
-this model broke before, docs/results/smollm2.md), the shared critic of the example settings."""
+"""What estimators have of their own beside :data:`registered.ESTIMATORS
+<credit_study.registered.ESTIMATORS>`: groups of four games, GRPO's scale of the batch (by the
+group's own this model broke before, docs/results/smollm2.md), the shared critic of the example
+settings."""
 
 PAIRS = [
     ("GRPO per turn", "GRPO"),
@@ -72,7 +77,8 @@ PAIRS = [
     ("PPO 0.95", "PPO 1"),
     ("PPO 0.95", "ReBN"),
 ]
-"""The pairs that are tested: those of the study's H2 (the first three), H3, H1 and H4, as far as they are about one choice."""
+"""The pairs that are tested: those of the study's H2 (the first three), H3, H1 and H4, as far as
+they are about one choice."""
 
 EXPECTED = (
     "A game is paid at its end alone (0.1 is taken for an illegal turn, which the warm start has made rare), it ends by itself, and there is no luck but the "
@@ -183,7 +189,8 @@ def start_run(name: str, start: Path, root: Path) -> dict[str, Any]:
 
 
 def run(start: Path, root: Path, jobs: int) -> None:
-    """Make all runs, ``jobs`` at a time, and write the raw results; what is there is not run again."""
+    """Make all runs, ``jobs`` at a time, and write the raw results; what is there is not run
+    again."""
     begin = partial(start_run, start=start.resolve(), root=root)
     results = run_all(
         begin,
@@ -273,7 +280,8 @@ def pair_table(runs: dict[str, dict[str, Any]]) -> str:
 
 
 def plot_runs(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """Win rate of training games: the mean of the last three batches; and of the held-out ones at the end."""
+    """Win rate of training games: the mean of the last three batches; and of the held-out ones at
+    the end."""
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axis = figure.subplots()
     for name, color in zip(registered.ESTIMATORS, COLORS, strict=True):
@@ -292,7 +300,8 @@ def plot_runs(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def write_report(root: Path, page: Path, plots: Path) -> None:
-    """Write the raw data, the tables of the page and the plot. Without results in ``root``, from the raw data in the repository.
+    """Write the raw data, the tables of the page and the plot. Without results in ``root``, from
+    the raw data in the repository.
 
     Raises:
         SystemExit: they are of another registration.

@@ -1,7 +1,8 @@
 """What the study compares, said before it runs: :func:`registration`.
 
-The registration is written to ``docs/results/data/credit_registration.json`` and committed before the first reported run. The study
-refuses to run or to report if this file or the code that it was written from has changed since.
+The registration is written to ``docs/results/data/credit_registration.json`` and committed before
+the first reported run. The study refuses to run or to report if this file or the code that it was
+written from has changed since.
 """
 
 import hashlib
@@ -81,7 +82,8 @@ COMMON: dict[str, Any] = {
 
 TUNING_ITERATIONS = 80
 BUDGET_CPU_S = 4 * 3600
-"""For everything, tuning included. Smoke runs say 320 runs of about 23 CPU-seconds and 256 of tuning of half that: 2.9 hours."""
+"""For everything, tuning included. Smoke runs say 320 runs of about 23 CPU-seconds and 256 of
+tuning of half that: 2.9 hours."""
 
 HYPOTHESES = {
     "H1 delay": (
@@ -103,7 +105,8 @@ HYPOTHESES = {
     ),
     "H5 no winner": "No estimator is the best in all four worlds, by the interquartile mean of the score.",
 }
-"""Each with its reason. H1 to H4 are judged by the pairs of :data:`COMPARED`, H5 by the table of all worlds."""
+"""Each with its reason. H1 to H4 are judged by the pairs of :data:`COMPARED`, H5 by the table of
+all worlds."""
 
 COMPARED: dict[str, tuple[str, Measure, list[tuple[str, str]]]] = {
     "H1 delay": ("delayed-reward", "training", [("PPO 1", "PPO 0.95"), ("ReBN", "GRPO"), ("GRPO per turn", "GRPO")]),
@@ -129,8 +132,9 @@ COMPARED: dict[str, tuple[str, Measure, list[tuple[str, str]]]] = {
         [("PPO 0.95", "ReBN"), ("PPO 0.95", "GRPO"), ("PPO 1", "ReBN"), ("PPO 1", "GRPO")],
     ),
 }
-"""For each hypothesis its world, the measure that judges it, and the pairs that judge it, the one first that is expected to be better. In H1, of ReBN and GRPO
-per turn over GRPO, no difference is expected."""
+"""For each hypothesis its world, the measure that judges it, and the pairs that judge it, the one
+first that is expected to be better. In H1, of ReBN and GRPO per turn over GRPO, no difference is
+expected."""
 
 RULES = {
     "score": (

@@ -97,7 +97,8 @@ def train(name: str, world: str, seed: int, chosen: dict[str, float], iterations
 
 
 def final_regret(run: Any, evaluate: Any) -> float:
-    """Mean regret on tasks that nothing else uses. Episodes are not cut off: what a policy is worth shows at their end."""
+    """Mean regret on tasks that nothing else uses. Episodes are not cut off: what a policy is worth
+    shows at their end."""
     env = run.make_env(stream="test")
     try:
         if "limit" in run.config.env_options:
@@ -159,15 +160,19 @@ def run_all(
     timeout: float = TIMEOUT,
     runs_a_process: int | None = None,
 ) -> list[dict[str, Any]]:
-    """The results of runs in order, in ``jobs`` processes of one thread each; ``say`` makes the line that tells of one.
+    """The results of runs in order, in ``jobs`` processes of one thread each; ``say`` makes the
+    line that tells of one.
 
-    Large models get a process each (``runs_a_process=1``), small ones share it and what it has imported.
+    Large models get a process each (``runs_a_process=1``), small ones share it and what it has
+    imported.
 
     Raises:
-        multiprocessing.TimeoutError: a process died, or a run does not end within ``timeout`` seconds.
+        multiprocessing.TimeoutError: a process died, or a run does not end within ``timeout``
+            seconds.
     """
     keys, results = list(keys), []
-    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # what the processes inherit
+    # what the processes inherit
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=runs_a_process) as pool:
         coming = pool.imap(begin, keys)
         for _ in keys:
@@ -194,7 +199,8 @@ def tuning_keys() -> list[tuple]:
 
 
 def choose(tuning: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, float]]:
-    """For each (estimator, world) the setting of the grid with the highest mean score over training; the first of equal ones."""
+    """For each (estimator, world) the setting of the grid with the highest mean score over
+    training; the first of equal ones."""
     found = {}
     for name in registered.ESTIMATORS:
         for world in registered.WORLDS:

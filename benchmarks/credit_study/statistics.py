@@ -1,4 +1,5 @@
-"""Statistics over seeds and worlds: interquartile means, stratified bootstrap intervals, probabilities of improvement.
+"""Statistics over seeds and worlds: interquartile means, stratified bootstrap intervals,
+probabilities of improvement.
 
 All are of Agarwal et al., 2021 (arXiv:2108.13264). ``scores`` are ``[worlds, seeds]``.
 """
@@ -24,7 +25,8 @@ def overall(scores: Scores) -> float:
 
 
 def improvement(better: Scores, worse: Scores) -> npt.NDArray[np.float64]:
-    """P(X > Y) + P(X = Y) / 2 over all pairs of seeds of a world, mean over worlds; leading dimensions are kept.
+    """P(X > Y) + P(X = Y) / 2 over all pairs of seeds of a world, mean over worlds; leading
+    dimensions are kept.
 
     >>> improvement(np.array([[1.0, 2.0]]), np.array([[1.0, 0.0]])).item()
     0.875
@@ -34,7 +36,8 @@ def improvement(better: Scores, worse: Scores) -> npt.NDArray[np.float64]:
 
 
 def resampled(scores: Scores, generator: np.random.Generator, samples: int) -> Scores:
-    """``[samples, worlds, seeds]``: seeds drawn with replacement, in each world by itself (stratified)."""
+    """``[samples, worlds, seeds]``: seeds drawn with replacement, in each world by itself
+    (stratified)."""
     worlds, seeds = scores.shape
     chosen = generator.integers(seeds, size=(samples, worlds, seeds))
     return np.take_along_axis(np.broadcast_to(scores, chosen.shape), chosen, axis=-1)

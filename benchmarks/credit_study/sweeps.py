@@ -1,7 +1,9 @@
-"""What one choice does to a gradient: lambda and the critic, group size, batch statistics, staleness and its correction.
+"""What one choice does to a gradient: lambda and the critic, group size, batch statistics,
+staleness and its correction.
 
-The games are those of :mod:`credit_study.gradients`. Where conversations do not depend on each other (a critic, old samples) every
-figure is exact: the gradient of each conversation, weighted by its probability. Groups and batch statistics are drawn.
+The games are those of :mod:`credit_study.gradients`. Where conversations do not depend on each
+other (a critic, old samples) every figure is exact: the gradient of each conversation, weighted by
+its probability. Groups and batch statistics are drawn.
 """
 
 import json
@@ -56,7 +58,8 @@ WHITENED = [
 ]
 
 UPDATES = (0, 1, 2, 4, 8, 16)
-"""How many steps up the true gradient lie between the policy that sampled and the one that learns."""
+"""How many steps up the true gradient lie between the policy that sampled and the one that
+learns."""
 STEP = 0.05
 
 _PLAIN_RETURNS = {"gamma": 1.0, "normalize_over": "none", "clipping": "none"}
@@ -79,7 +82,8 @@ def _vtrace(actor: TokenScorer, critic: TurnCritic) -> TurnPolicyLoss:
 
 
 CORRECTIONS: dict[str, tuple[bool, Callable[[TokenScorer, TurnCritic], TurnPolicyLoss]]] = {
-    # Whether "old_log_prob" is the learning policy's (the ratio is 1), or the ratio is taken against the sampler.
+    # Whether "old_log_prob" is the learning policy's (the ratio is 1), or the ratio is taken
+    # against the sampler.
     "none: as if on-policy": (True, _returns()),
     "PPO's clipped ratio (0.2)": (False, _returns(clipping="ppo")),
     "ratio of a token, unclipped": (False, _returns()),
@@ -95,11 +99,12 @@ CORRECTIONS: dict[str, tuple[bool, Callable[[TokenScorer, TurnCritic], TurnPolic
 
 
 def exact_summary(gradients: Tensor, probability: Tensor, truth: Tensor, size: int = BATCH) -> dict[str, float]:
-    """Bias and noise where a batch is a mean of independent conversations with ``gradients [n, P]``.
+    """Bias and noise where a batch is a mean of independent conversations with
+    ``gradients [n, P]``.
 
     Returns:
-        ``cosine`` of the expected gradient and the true one, and ``noise``: trace of the covariance of the gradient of
-        ``size`` conversations over the squared length of the expected one.
+        ``cosine`` of the expected gradient and the true one, and ``noise``: trace of the covariance
+        of the gradient of ``size`` conversations over the squared length of the expected one.
     """
     mean = probability @ gradients
     trace = (probability @ gradients.square()).sum() - mean.square().sum()
@@ -108,7 +113,8 @@ def exact_summary(gradients: Tensor, probability: Tensor, truth: Tensor, size: i
 
 
 def _conversations(loss: TurnPolicyLoss, rows: TensorDict, scores: Tensor) -> Tensor:
-    """The gradient ``[n, P]`` of each conversation, at ratio 1 and without statistics of the batch."""
+    """The gradient ``[n, P]`` of each conversation, at ratio 1 and without statistics of the
+    batch."""
     (batch,) = batches_of(rows, torch.arange(len(rows)).unsqueeze(0))
     credit = credit_of(loss, batch)
     return torch.einsum("nl,nlp->np", credit, scores)
@@ -123,7 +129,8 @@ def critics(game: str, policy: int) -> Iterator[dict]:
     values, bootstrap = mdp.state_values(actor)
     acted = rows[keys.TURN_IDS] >= 0
     with torch.no_grad():
-        # A function of the state, as a critic's error is; centered and scaled, so that 1 is as wide as the true values.
+        # A function of the state, as a critic's error is; centered and scaled, so that 1 is as wide
+        # as the true values.
         error = critic(rows.clone())[keys.STATE_VALUE].double()
     error = (error - error[acted].mean()) / error[acted].std() * values[acted].std()
     for lmbda in LAMBDAS:

@@ -1,8 +1,10 @@
-"""Attention on a GPU: which kernels run, what a new shape costs, and whether masked gradients are finite.
+"""Attention on a GPU: which kernels run, what a new shape costs, and whether masked gradients are
+finite.
 
-Shapes are those of this library's calls: a stage of shared prefixes in an update (all queries of a group of heads side by
-side, one mask), and a step of :class:`~torchrl_llm.modules.HFPolicy` (one query for each row). Each is measured as the library
-calls it, inside :func:`~torchrl_llm.modules.kernels.attention_kernels`, and as PyTorch chooses by itself.
+Shapes are those of this library's calls: a stage of shared prefixes in an update (all queries of a
+group of heads side by side, one mask), and a step of :class:`~torchrl_llm.modules.HFPolicy` (one
+query for each row). Each is measured as the library calls it, inside
+:func:`~torchrl_llm.modules.kernels.attention_kernels`, and as PyTorch chooses by itself.
 """
 
 import time
@@ -28,7 +30,8 @@ STEPS = 8
 
 
 class Shape(NamedTuple):
-    """A call of attention: heads of keys, query heads for each, their size, rows, and queries and keys before them."""
+    """A call of attention: heads of keys, query heads for each, their size, rows, and queries and
+    keys before them."""
 
     kv_heads: int
     heads: int
@@ -85,7 +88,8 @@ def milliseconds(place: Place, work: Callable[[], None]) -> float:
 
 
 def measured(place: Place, shape: Shape, *, grad: bool) -> dict[str, Any]:
-    """By who chooses: kernels, and milliseconds of a shape that is new and of the same again (mean)."""
+    """By who chooses: kernels, and milliseconds of a shape that is new and of the same again
+    (mean)."""
     shape = shape._replace(before=place.size(shape.before), rows=place.size(shape.rows))
     found: dict[str, Any] = {}
     for name, choice in CHOICES.items():
@@ -100,7 +104,8 @@ def measured(place: Place, shape: Shape, *, grad: bool) -> dict[str, Any]:
 
 
 def not_finite(place: Place, keys: int, choice: str) -> int:
-    """Entries of the gradient of masked queries that are not finite, where all logits are near -120 (pytorch#196678)."""
+    """Entries of the gradient of masked queries that are not finite, where all logits are near -120
+    (pytorch#196678)."""
     shape = Shape(1, 1, 64, 1, 64, keys - 64)
     query, key, value, mask = shape.tensors(place.device, grad=False)
     query, key = 0.1 * query, 0.1 * key
@@ -113,7 +118,8 @@ def not_finite(place: Place, keys: int, choice: str) -> int:
 
 
 def finite_gradients(place: Place) -> dict[str, float]:
-    """With the kernels that this library takes, gradients are finite at all lengths; how many PyTorch's choice has is noted."""
+    """With the kernels that this library takes, gradients are finite at all lengths; how many
+    PyTorch's choice has is noted."""
     lengths = (640, 704, 832)
     here, others = (sum(not_finite(place, keys, choice) for keys in lengths) for choice in CHOICES)
     return expect({"here": here, "PyTorch's": others}, here=0)

@@ -1,4 +1,5 @@
-"""What must hold on a GPU: log-probs, gradients and losses that agree, and runs of every kind that train."""
+"""What must hold on a GPU: log-probs, gradients and losses that agree, and runs of every kind that
+train."""
 
 import subprocess
 import sys
@@ -54,7 +55,8 @@ def expect_only(found: dict[str, int], dtype: str) -> None:
 
 
 def trained(place: Place, name: str, *, computes_in: str | None = None, **settings: Any) -> dict[str, float]:
-    """Two iterations change every tensor of the actor, by finite amounts; each forward of the update ``computes_in`` a dtype."""
+    """Two iterations change every tensor of the actor, by finite amounts; each forward of the
+    update ``computes_in`` a dtype."""
     run = place.run(name, **settings)
     try:
         before = [weight.detach().clone() for weight in run.models.actor_parameters()]
@@ -81,7 +83,8 @@ def trained(place: Place, name: str, *, computes_in: str | None = None, **settin
 
 
 def sampler_is_scorer(place: Place, dtype: str, bound: float, **settings: Any) -> dict[str, float]:
-    """The log-probs of HFPolicy are the scorer's, for each sampled token of ragged conversations; both compute in ``dtype``."""
+    """The log-probs of HFPolicy are the scorer's, for each sampled token of ragged conversations;
+    both compute in ``dtype``."""
     played = groups(place, "SmolLM2-135M", prompt=100, rows=16) | {"min_output_tokens": 0}
     run = place.run(f"scorer-{dtype}", **played | {"dtype": dtype, "kl_coeff": 0.0} | settings)
     try:
@@ -91,7 +94,8 @@ def sampler_is_scorer(place: Place, dtype: str, bound: float, **settings: Any) -
             log_probs = run.models.actor(rows.clone().to(run.trainer.accelerator.device))[keys.LOG_PROB].cpu()
     finally:
         run.close()
-    # Without autocast, as the sampler computes, PEFT's products are float32 whatever the base is in.
+    # Without autocast, as the sampler computes, PEFT's products are float32 whatever the base is
+    # in.
     if dtype not in sampled:
         raise AssertionError(f"the sampler's products were in {sampled}; expected {dtype} among them")
     expect_only(scored, dtype)
@@ -101,7 +105,8 @@ def sampler_is_scorer(place: Place, dtype: str, bound: float, **settings: Any) -
 
 
 def gradient_of(place: Place, name: str, rows: Any, **settings: Any) -> tuple[list[torch.Tensor], int]:
-    """The gradient of one batch on a device, as it reaches the optimizer, and the tokens that were computed."""
+    """The gradient of one batch on a device, as it reaches the optimizer, and the tokens that were
+    computed."""
     run, counts = place.run(name, **settings), [0]
     try:
         embedding = run.models.model.get_input_embeddings()
@@ -119,10 +124,12 @@ def gradient_of(place: Place, name: str, rows: Any, **settings: Any) -> tuple[li
 def gradients_agree(
     place: Place, name: str, there: Place, changed: dict[str, Any], *, computed: float | None = None, **settings: Any
 ) -> dict[str, float]:
-    """The gradient of one batch here, with ``changed`` settings, which must not change it, and there, without them.
+    """The gradient of one batch here, with ``changed`` settings, which must not change it, and
+    there, without them.
 
     Args:
-        computed: most tokens that may be computed there, for each that is here; default: any number.
+        computed: most tokens that may be computed there, for each that is here; default: any
+            number.
     """
     run = there.run(f"{name}-played", **settings)
     try:
@@ -137,7 +144,8 @@ def gradients_agree(
 
 
 def losses_agree(place: Place, there: Place, dtype: str, bound: float, iterations: int = 10) -> dict[str, Any]:
-    """Ten iterations on the episodes of a run there, in float32, have the losses and gradients that the run has."""
+    """Ten iterations on the episodes of a run there, in float32, have the losses and gradients that
+    the run has."""
     size: dict[str, Any] = {"num_envs": 16, "max_iterations": iterations, "lr_actor": 1e-3}
     first = there.run(f"losses-{dtype}-there", **size)
     second = place.run(
@@ -161,7 +169,8 @@ def losses_agree(place: Place, there: Place, dtype: str, bound: float, iteration
 
 
 def checkpoint_resume(place: Place) -> dict[str, float]:
-    """A run that stops after its second of three iterations and goes on ends where the whole one does."""
+    """A run that stops after its second of three iterations and goes on ends where the whole one
+    does."""
     saved = {"save_checkpoints": True, "checkpoint_interval": 1}
     whole = place.run("whole", max_iterations=3, **saved)
     whole.trainer.train()
@@ -179,7 +188,8 @@ def checkpoint_resume(place: Place) -> dict[str, float]:
 
 
 def offloaded_base(place: Place) -> dict[str, float]:
-    """Without the base on the device its memory is free, and afterwards the log-probs are the same."""
+    """Without the base on the device its memory is free, and afterwards the log-probs are the
+    same."""
     if not place.on_gpu:
         raise Skip("the memory of a CUDA device is measured")
     run = place.run("offload")

@@ -1,4 +1,5 @@
-"""The first hour with a GPU: what to run in which order, each call in a process of at most nine minutes with a JSON of its own.
+"""The first hour with a GPU: what to run in which order, each call in a process of at most nine
+minutes with a JSON of its own.
 
 Imports nothing that a machine with a GPU may lack: the first call says what is missing.
 """
@@ -16,13 +17,15 @@ MOST = 540
 """Seconds of a call."""
 
 WHEELS = ("tensordict", "torchrl", "hoptorch", "pyvers", "orjson", "importlib_metadata")
-"""What a machine with PyTorch, transformers, peft and accelerate may lack: TorchRL and what it needs."""
+"""What a machine with PyTorch, transformers, peft and accelerate may lack: TorchRL and what it
+needs."""
 
 NEEDED = ("torch", "transformers", "peft", "accelerate", *WHEELS)
 
 
 class Call(NamedTuple):
-    """A call of the command line: its name, what is run, and which parts have ``only`` in their names."""
+    """A call of the command line: its name, what is run, and which parts have ``only`` in their
+    names."""
 
     name: str
     what: str
@@ -50,7 +53,8 @@ CALLS = (
 
 
 def run(folder: Path, *, device: str, tiny: bool, only: str) -> int:
-    """Look at the machine, then make the calls, or the one that is named ``only``; returns how many failed.
+    """Look at the machine, then make the calls, or the one that is named ``only``; returns how many
+    failed.
 
     A call whose JSON has all its parts and no failure is not made again.
     """
@@ -74,7 +78,8 @@ def run(folder: Path, *, device: str, tiny: bool, only: str) -> int:
 
 
 def make(call: Call, path: Path, *, device: str, tiny: bool, most: float = MOST) -> bool:
-    """Make a call, ended after ``most`` seconds; what it had found by then is in its JSON. Returns whether all went well."""
+    """Make a call, ended after ``most`` seconds; what it had found by then is in its JSON. Returns
+    whether all went well."""
     # A part that begins just before the limit has a minute.
     limits = ["--limit", str(max(1, most - 60)), "--device", device, *(["--tiny"] if tiny else [])]
     command = [sys.executable, "-m", "benchmarks.gpu", call.what, "--only", call.only, "--output", str(path), *limits]

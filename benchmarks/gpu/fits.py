@@ -1,4 +1,5 @@
-"""What fits on cards of 24 and 80 GB and on a node of eight, by the library's estimate of memory: the table of docs/gpu.md.
+"""What fits on cards of 24 and 80 GB and on a node of eight, by the library's estimate of memory:
+the table of docs/gpu.md.
 
     python -m benchmarks.gpu.fits
 
@@ -39,7 +40,8 @@ def asleep(share: float) -> dict[str, Any]:
 
 
 class Case(NamedTuple):
-    """A card, a model, settings beside those of all cases, and processes that share the weights (FSDP2)."""
+    """A card, a model, settings beside those of all cases, and processes that share the weights
+    (FSDP2)."""
 
     card: str
     model: str
@@ -68,7 +70,8 @@ CASES = (
 
 
 class Estimate(NamedTuple):
-    """GiB of one card, ``max_tokens``, and how many contexts of ``max_model_len`` the engine can hold."""
+    """GiB of one card, ``max_tokens``, and how many contexts of ``max_model_len`` the engine can
+    hold."""
 
     tokens: int
     engine: float

@@ -1,4 +1,5 @@
-"""Where parts run and how large: device, models of random weights, the game that they play, and runs of it."""
+"""Where parts run and how large: device, models of random weights, the game that they play, and
+runs of it."""
 
 import random
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ from torchrl_llm.testing.tokenizers import byte_tokenizer
 
 TURNS = 3
 STOP = 32
-"""One id in so many ends an answer: answers of random models are ragged then, and ``STOP`` tokens long on average."""
+"""One id in so many ends an answer: answers of random models are ragged then, and ``STOP`` tokens
+long on average."""
 
 
 def qwen(hidden: int, width: int, layers: int, heads: int, kv_heads: int, **more: Any) -> partial[PreTrainedConfig]:
@@ -65,11 +67,14 @@ SMALL = {
 
 
 class Scored:
-    """A few turns in which every response has a reward, so that there is a gradient whatever is said.
+    """A few turns in which every response has a reward, so that there is a gradient whatever is
+    said.
 
     Args:
-        prompt: characters of the first message, on average; each is a token. It depends on the seed alone: a group shares it.
-        feedback: characters of later messages, on average. They depend on the response, so that members of a group part.
+        prompt: characters of the first message, on average; each is a token. It depends on the seed
+            alone: a group shares it.
+        feedback: characters of later messages, on average. They depend on the response, so that
+            members of a group part.
     """
 
     def __init__(self, prompt: int = 24, feedback: int = 8) -> None:
@@ -133,7 +138,8 @@ class Place:
         return path
 
     def config(self, name: str, *, model: str = "SmolLM2-135M", **settings: Any) -> RunConfig:
-        """Settings of a run in ``folder / name``: two iterations of short conversations in float32, unless given."""
+        """Settings of a run in ``folder / name``: two iterations of short conversations in float32,
+        unless given."""
         defaults = {
             "algo": "LLMPPO", "dtype": "float32", "float32_matmul_precision": "highest", "lora_r": 8, "num_envs": 8,
             "batch_size": 16, "max_model_len": 512, "max_output_tokens": 12, "min_output_tokens": 12, "max_iterations": 2,
@@ -148,7 +154,8 @@ class Place:
         """A run; ``settings`` are of :meth:`config`, ``env`` or ``make_env``."""
         played = {key: settings.pop(key) for key in ("env", "make_env") if key in settings}
         chosen = self.config(name, **settings)
-        AcceleratorState._reset_state(reset_partial_state=True)  # a process has one device and precision otherwise
+        # a process has one device and precision otherwise
+        AcceleratorState._reset_state(reset_partial_state=True)
         return build_run(chosen, **played or {} if "env_name" in settings or played else {"env": Scored})
 
 

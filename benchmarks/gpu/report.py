@@ -45,7 +45,8 @@ def run_parts(parts: Mapping[str, Part], head: Mapping[str, Any], output: Path, 
 
 
 def attempt(part: Part) -> dict[str, Any]:
-    """What one part found: ``passed``, ``skipped`` or ``failed``, figures, a reason and the seconds."""
+    """What one part found: ``passed``, ``skipped`` or ``failed``, figures, a reason and the
+    seconds."""
     start = time.perf_counter()
     try:
         found: dict[str, Any] = {"outcome": "passed", "figures": part()}

@@ -1,4 +1,5 @@
-"""How fast sampling and updates are, which share of the hardware's arithmetic they reach, and how much memory they take."""
+"""How fast sampling and updates are, which share of the hardware's arithmetic they reach, and how
+much memory they take."""
 
 import time
 from collections.abc import Iterator
@@ -25,14 +26,16 @@ ROUNDS = 3
 """Measured after one of warm-up."""
 
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12}
-"""Operations a second on dense products in bfloat16, by what the GPU's name has in it, from the data sheets."""
+"""Operations a second on dense products in bfloat16, by what the GPU's name has in it, from the
+data sheets."""
 
 LORA: dict[str, Any] = {"dtype": "bfloat16", "lora_r": 16, "float32_matmul_precision": None}
 FULL: dict[str, Any] = {"lora_r": 0, "mixed_precision": "bf16", "kl_coeff": 0.0, "float32_matmul_precision": None}
 
 
 class WaitingTimer(Timer):
-    """A trainer's timer whose phases end when the device has done their work. PyTorch runs ahead of it otherwise."""
+    """A trainer's timer whose phases end when the device has done their work. PyTorch runs ahead of
+    it otherwise."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()
@@ -49,11 +52,13 @@ class WaitingTimer(Timer):
 
 
 class Arithmetic:
-    """Counts tokens and floating-point operations of the forwards and backwards of a run's model, without a wait.
+    """Counts tokens and floating-point operations of the forwards and backwards of a run's model,
+    without a wait.
 
-    A layer's products are 2 operations for each weight and token in a forward, as many again in a backward for the gradients of
-    its inputs, and again for those of its weights if they train. Attention is counted over half of the mean context. What
-    gradient checkpointing computes again is not counted.
+    A layer's products are 2 operations for each weight and token in a forward, as many again in a
+    backward for the gradients of its inputs, and again for those of its weights if they train.
+    Attention is counted over half of the mean context. What gradient checkpointing computes again
+    is not counted.
     """
 
     def __init__(self, run: Any) -> None:
@@ -90,7 +95,8 @@ class Arithmetic:
 
 
 def reached(place: Place, operations: float, seconds: float) -> dict[str, float]:
-    """Operations a second, in TFLOP/s, and their share of the data sheet's (model FLOPs utilization), if that is known."""
+    """Operations a second, in TFLOP/s, and their share of the data sheet's (model FLOPs
+    utilization), if that is known."""
     rate = operations / seconds
     name = torch.cuda.get_device_name() if place.on_gpu else ""
     peak = next((peak for part, peak in PEAKS.items() if part in name), None)
@@ -192,7 +198,8 @@ def iteration(place: Place, model: str, played: dict[str, Any], **settings: Any)
 
 
 def decode(place: Place, model: str, rows: int, dtype: torch.dtype, lora: bool) -> dict[str, float]:
-    """Milliseconds of a step of HFPolicy, behind prompts of 600 tokens: the difference of long and short answers."""
+    """Milliseconds of a step of HFPolicy, behind prompts of 600 tokens: the difference of long and
+    short answers."""
     path, rows = place.model(model, dtype), place.size(rows)
     settings = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
     models = load_actor_critic(str(path), lora=settings, device=place.device, dtype=dtype)
@@ -225,7 +232,8 @@ def first_turn(rows: int, prompt: int) -> TensorDict:
 
 
 def memory(place: Place, model: str, rows: int, **settings: Any) -> dict[str, Any]:
-    """By ``max_tokens``: GiB that an update reserves and allocates, and those of the estimate, without what is sampled."""
+    """By ``max_tokens``: GiB that an update reserves and allocates, and those of the estimate,
+    without what is sampled."""
     run = place.run(f"memory-{model}", **groups(place, model, rows=rows) | LORA | {"share_prefixes": False} | settings)
     found: dict[str, Any] = {}
     try:
@@ -252,7 +260,8 @@ def memory(place: Place, model: str, rows: int, **settings: Any) -> dict[str, An
 
 
 def updates(place: Place, model: str, rows: int) -> dict[str, Part]:
-    """Updates of a model: sharing, dtypes, contexts, chunks and gradient checkpointing, one setting changed at a time."""
+    """Updates of a model: sharing, dtypes, contexts, chunks and gradient checkpointing, one setting
+    changed at a time."""
     short, alone = {"rows": rows}, {"share_prefixes": False}
     changed: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "shared": (short, {}),

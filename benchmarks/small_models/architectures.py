@@ -1,8 +1,10 @@
-"""Does a type of model work here? :func:`check` tries sampler, scorer, critic, LoRA and shared prefixes on a tiny random one.
+"""Does a type of model work here? :func:`check` tries sampler, scorer, critic, LoRA and shared
+prefixes on a tiny random one.
 
-``python benchmarks/small_models/architectures.py`` tries every causal language model type of the installed transformers and
-writes the table of ``docs/results/architectures.md``; ``make test-models`` runs it. Each type has a process of its own,
-so that one that crashes or hangs does not end the sweep.
+``python benchmarks/small_models/architectures.py`` tries every causal language model type of the
+installed transformers and writes the table of ``docs/results/architectures.md``;
+``make test-models`` runs it. Each type has a process of its own, so that one that crashes or hangs
+does not end the sweep.
 """
 
 from __future__ import annotations
@@ -36,13 +38,15 @@ from torchrl_llm.modules.prefix_attention import PrefixSharing
 from torchrl_llm.modules.prefixes import PrefixCost
 
 PARTS = ("sampler", "scorer", "LoRA", "shared")
-"""What is tried: :class:`HFPolicy`; :class:`TokenScorer` and :class:`TurnCritic`; ``all-linear`` adapters; shared prefixes."""
+"""What is tried: :class:`HFPolicy`; :class:`TokenScorer` and :class:`TurnCritic`; ``all-linear``
+adapters; shared prefixes."""
 
 VOCABULARY, END = 128, 1
 WINDOW, POSITIONS = 16, 128
 """Tokens that attention windows reach back, and the longest context."""
 
-# What a field of a configuration becomes, wherever it stands. Fields that a configuration does not have are left out.
+# What a field of a configuration becomes, wherever it stands. Fields that a configuration does not
+# have are left out.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "unpadded_vocab_size"), VOCABULARY),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "word_embed_proj_dim", "embedding_dim"), 32),
@@ -134,9 +138,9 @@ class Finding:
     """What one part of the library does with one type of model.
 
     Attributes:
-        status: ``"agrees"`` with a plain forward; ``"rows"``: agrees because nothing is shared; ``"refused"`` by an error of
-            this library; ``"wrong"`` log-probs, values or gradients; ``"error"``: one of somebody else; ``"unbuilt"``: there is no
-            tiny model of this type.
+        status: ``"agrees"`` with a plain forward; ``"rows"``: agrees because nothing is shared;
+            ``"refused"`` by an error of this library; ``"wrong"`` log-probs, values or gradients;
+            ``"error"``: one of somebody else; ``"unbuilt"``: there is no tiny model of this type.
         note: how wrong, or the error's message.
     """
 
@@ -192,7 +196,8 @@ def _shrunk(fields: dict[str, Any]) -> dict[str, Any]:
             found[name] = SIZES[name]
         elif _is_per_layer(value, layers):
             found[name] = [value[i] for i in kept]
-    if "kv_lora_rank" in fields and "num_key_value_heads" in found:  # latent attention has a key head for every head
+    # latent attention has a key head for every head
+    if "kv_lora_rank" in fields and "num_key_value_heads" in found:
         found["num_key_value_heads"] = SIZES["num_attention_heads"]
     return {name: len(kept) if name in _DEPTHS else value for name, value in found.items()}
 
@@ -237,7 +242,8 @@ def _tokenizer() -> Any:
 
 @torch.no_grad()
 def _plain(model: Any, row: Sequence[int]) -> Tensor:
-    """Log-probs ``[n - 1]`` of the tokens of one row after the first, by the model's own forward, without padding."""
+    """Log-probs ``[n - 1]`` of the tokens of one row after the first, by the model's own forward,
+    without padding."""
     reset_ropes(model)  # with dynamic scaling they keep the frequencies of the longest input so far
     logits = model(input_ids=torch.tensor([row[:-1]]), use_cache=False).logits[0].float()
     return logits.log_softmax(-1).gather(-1, torch.tensor(row[1:]).unsqueeze(-1)).squeeze(-1)
@@ -268,7 +274,8 @@ def _batch(prompts: Sequence[Sequence[int]], turn: int) -> TensorDict:
 
 
 def _rows(rows: Sequence[Sequence[int]], actions: Sequence[Sequence[tuple[int, int]]]) -> TensorDict:
-    """Rows of tokens as scorer and critic read them; ``actions`` are the (start, end) of each row's turns."""
+    """Rows of tokens as scorer and critic read them; ``actions`` are the (start, end) of each row's
+    turns."""
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
     mask, turn_ids = torch.zeros_like(tokens, dtype=torch.bool), torch.full_like(tokens, -1)
     for i, (row, turns) in enumerate(zip(rows, actions, strict=True)):
@@ -310,7 +317,8 @@ def check_sampler(model: Any, scorer: TokenScorer, plain: Any, *, adapter: str |
 
 
 def check_scorer(scorer: TokenScorer, critic: TurnCritic, plain: Any) -> None:
-    """Rows of very different lengths in one batch: log-probs and values are those of each row alone."""
+    """Rows of very different lengths in one batch: log-probs and values are those of each row
+    alone."""
     rows = [_random_ids(n, seed=i) for i, n in enumerate((30, 90, 8, 60))]
     actions = [[(4, 9), (len(row) - 3, len(row))] for row in rows]
     actions[2] = [(2, 5)]
@@ -332,7 +340,8 @@ def check_scorer(scorer: TokenScorer, critic: TurnCritic, plain: Any) -> None:
 
 
 def check_lora(config: PreTrainedConfig) -> None:
-    """``all-linear`` adapters, perturbed: the reference is the base, and the critic's gradient its own."""
+    """``all-linear`` adapters, perturbed: the reference is the base, and the critic's gradient its
+    own."""
     base = tiny_model(config)
     lora = LoraConfig(r=2, target_modules="all-linear")
     models = load_actor_critic(tiny_model(config), lora=lora, critic=True, reference=True)
@@ -362,7 +371,8 @@ def check_lora(config: PreTrainedConfig) -> None:
 
 
 def check_shared(config: PreTrainedConfig) -> None:
-    """Rows that share prefixes, up to more than a window: log-probs, values and gradients are those of the rows one by one."""
+    """Rows that share prefixes, up to more than a window: log-probs, values and gradients are those
+    of the rows one by one."""
     with _first_warning("torchrl_llm.modules.prefix_attention") as warned:
         models = load_actor_critic(tiny_model(config), lora=LoraConfig(r=2, target_modules="all-linear"), critic=True)
     assert models.critic is not None
@@ -463,8 +473,10 @@ def _message(error: BaseException) -> str:
 
 
 def sweep(names: Sequence[str], *, limit: float = 240.0) -> Iterator[tuple[str, dict[str, Finding]]]:
-    """:func:`check` each type in a process of its own; one that takes longer than ``limit`` seconds is an error."""
-    context: Any = multiprocessing.get_context("fork")  # starting afresh would import everything anew for every type
+    """:func:`check` each type in a process of its own; one that takes longer than ``limit`` seconds
+    is an error."""
+    # starting afresh would import everything anew for every type
+    context: Any = multiprocessing.get_context("fork")
     for name in names:
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=lambda name=name, sender=sender: sender.send(check(name)))
@@ -540,7 +552,8 @@ def _short(note: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Sweep over all types, or those that are named; 1 if anything is wrong or raises somebody else's error."""
+    """Sweep over all types, or those that are named; 1 if anything is wrong or raises somebody
+    else's error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="model types; default: all")
     parser.add_argument("--table", type=Path, help="write the table to this file")

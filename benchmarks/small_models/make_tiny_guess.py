@@ -1,15 +1,19 @@
-"""Make the small model that the package ships: ``python benchmarks/small_models/make_tiny_guess.py --out DIR --seed 0``.
+"""Make the small model that the package ships: ``python benchmarks/small_models/make_tiny_guess.py
+--out DIR --seed 0``.
 
-Three parts, each from transcripts of real GEM games: a byte-level BPE with the game's fixed phrases as added tokens, a
-Qwen2 of about 0.14 M parameters, and behavior cloning of scripted players that guess among the numbers the hints still
-allow, but forget the hints now and then. The clone keeps their entropy and their faults: reinforcement learning has room.
+Three parts, each from transcripts of real GEM games: a byte-level BPE with the game's fixed phrases
+as added tokens, a Qwen2 of about 0.14 M parameters, and behavior cloning of scripted players that
+guess among the numbers the hints still allow, but forget the hints now and then. The clone keeps
+their entropy and their faults: reinforcement learning has room.
 
-Each fixed phrase is one token (as in SuperBPE, Liu et al., 2025, arXiv:2503.13423): a whole game takes about 80 tokens
-instead of some 400, which is most of what makes training fast on a CPU. The phrases are added tokens rather than merges
-because ``AutoTokenizer`` gives every model of type ``qwen2`` the pre-tokenizer of Qwen2, which splits at spaces.
+Each fixed phrase is one token (as in SuperBPE, Liu et al., 2025, arXiv:2503.13423): a whole game
+takes about 80 tokens instead of some 400, which is most of what makes training fast on a CPU. The
+phrases are added tokens rather than merges because ``AutoTokenizer`` gives every model of type
+``qwen2`` the pre-tokenizer of Qwen2, which splits at spaces.
 
-The same seed, package versions and kind of CPU give the same file: the script runs on one thread and draws from
-generators of its own. Nothing here is needed to use the model; see :mod:`torchrl_llm.testing.tiny`.
+The same seed, package versions and kind of CPU give the same file: the script runs on one thread
+and draws from generators of its own. Nothing here is needed to use the model; see
+:mod:`torchrl_llm.testing.tiny`.
 """
 
 from __future__ import annotations
@@ -42,8 +46,9 @@ logger = logging.getLogger(__name__)
 ENV_ID = "game:GuessTheNumber-v0-easy"
 CORPUS_IDS = (ENV_ID, "game:GuessTheNumber-v0-hard", "game:GuessTheNumber-v0-random")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# A number of up to two digits is one phrase; a phrase never reaches beyond a newline. Hence text that ends in a newline
-# or at a special token has the same ids whether what follows is encoded with it or apart from it.
+# A number of up to two digits is one phrase; a phrase never reaches beyond a newline. Hence text
+# that ends in a newline or at a special token has the same ids whether what follows is encoded with
+# it or apart from it.
 PHRASES = re.compile(r"[0-9]{1,2}|[^0-9\n]*\n|[^0-9\n]+")
 
 Player = Callable[[int, int, random.Random], int]
@@ -57,8 +62,10 @@ class Recipe:
         corpus_games: games of each range that the tokenizer is trained on.
         vocab_size: of the BPE, without the phrases.
         hidden, intermediate, layers, heads: the Qwen2; the head dimension is ``hidden / heads``.
-        careful_steps: optimizer steps on a player that always heeds the hints: they are learned within 200 steps so.
-        forgetful_steps: further steps on a player that ignores them in some guesses, for the faults and the entropy.
+        careful_steps: optimizer steps on a player that always heeds the hints: they are learned
+            within 200 steps so.
+        forgetful_steps: further steps on a player that ignores them in some guesses, for the faults
+            and the entropy.
         forget: the probability of that.
         games: fresh games of a step.
         lr: peak learning rate; linear warm-up over ``warmup`` steps, then a cosine down to zero.
@@ -85,7 +92,8 @@ class Recipe:
 
 
 def hint_reader(*, forget: float, full: tuple[int, int] = (1, 10)) -> Player:
-    """A player that guesses uniformly among what the hints allow, and with probability ``forget`` in the full range.
+    """A player that guesses uniformly among what the hints allow, and with probability ``forget``
+    in the full range.
 
     Args:
         forget: probability of a guess that ignores the hints.
@@ -111,8 +119,8 @@ def play(env: Any, seed: int, player: Player, rng: random.Random) -> list[str]:
     """One game as text: first message, response, feedback, response, ..., last feedback.
 
     Args:
-        env: one of GEM's GuessTheNumber environments. It seeds the global generators: call this inside
-            :func:`~torchrl_llm.envs.isolation.kept_global_rng`.
+        env: one of GEM's GuessTheNumber environments. It seeds the global generators: call this
+            inside :func:`~torchrl_llm.envs.isolation.kept_global_rng`.
         seed: of the game.
         player: told the lowest and the highest number that the hints allow.
         rng: the player's generator.
@@ -138,7 +146,8 @@ def play(env: Any, seed: int, player: Player, rng: random.Random) -> list[str]:
 
 
 def corpus(rng: random.Random, *, games: int) -> list[str]:
-    """The texts that the BPE is trained on: games of three ranges, the numbers up to 99 and the role names."""
+    """The texts that the BPE is trained on: games of three ranges, the numbers up to 99 and the
+    role names."""
     texts = [str(number) for number in range(100)] * 200
     texts += ["system\n", "user\n", "assistant\n"] * games
     for env_id in CORPUS_IDS:
@@ -149,16 +158,19 @@ def corpus(rng: random.Random, *, games: int) -> list[str]:
 
 
 def _wild_guess(low: int, high: int, rng: random.Random) -> int:
-    """Any number of the range or just outside it, so that the corpus holds every kind of feedback."""
+    """Any number of the range or just outside it, so that the corpus holds every kind of
+    feedback."""
     return rng.randint(max(1, low - 3), high + 3)
 
 
 def train_tokenizer(texts: list[str], *, vocab_size: int, frequent: int = 50, max_length: int = 4096) -> Qwen2Tokenizer:
-    """A byte-level BPE with a ChatML template and frequent phrases as added tokens. Any text is encoded without loss.
+    """A byte-level BPE with a ChatML template and frequent phrases as added tokens. Any text is
+    encoded without loss.
 
     Args:
         texts: the corpus.
-        vocab_size: at most so many tokens before the phrases, special tokens and the 256 bytes included.
+        vocab_size: at most so many tokens before the phrases, special tokens and the 256 bytes
+            included.
         frequent: a phrase that occurs at least this often in the corpus becomes a token.
         max_length: the model's context in tokens.
     """
@@ -216,7 +228,8 @@ def make_model(tokenizer: Qwen2Tokenizer, recipe: Recipe, *, generator: torch.Ge
 
 
 def render(texts: list[str], formatter: ChatFormatter) -> tuple[list[int], list[bool]]:
-    """Ids and action mask of a game, from the first message to the end of the last response, as GEMEnv lays it out."""
+    """Ids and action mask of a game, from the first message to the end of the last response, as
+    GEMEnv lays it out."""
     ids = list(formatter.start(texts[0]))
     mask = [False] * len(ids)
     for turn in range(1, len(texts), 2):
@@ -234,13 +247,15 @@ def _respond(text: str, formatter: ChatFormatter) -> list[int]:
 def batches(
     env: Any, player: Player, formatter: ChatFormatter, *, games: int, rng: random.Random
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches of fresh games: ids ``[games, L]`` int64, right-padded, and action mask ``[games, L]`` bool."""
+    """Endless batches of fresh games: ids ``[games, L]`` int64, right-padded, and action mask
+    ``[games, L]`` bool."""
     while True:
         yield collate([play(env, rng.randrange(2**31), player, rng) for _ in range(games)], formatter)
 
 
 def collate(games: list[list[str]], formatter: ChatFormatter) -> tuple[Tensor, Tensor]:
-    """A batch of games: ids ``[games, L]`` int64, right-padded, and action mask ``[games, L]`` bool."""
+    """A batch of games: ids ``[games, L]`` int64, right-padded, and action mask ``[games, L]``
+    bool."""
     rows = [render(texts, formatter) for texts in games]
     width = max(len(ids) for ids, _ in rows)
     pad = formatter.tokenizer.pad_token_id
@@ -251,7 +266,8 @@ def collate(games: list[list[str]], formatter: ChatFormatter) -> tuple[Tensor, T
 
 
 def clone_loss(model: Qwen2ForCausalLM, ids: Tensor, mask: Tensor) -> Tensor:
-    """Mean negative log-likelihood of the action tokens. Rows are right-padded, so causal attention needs no mask."""
+    """Mean negative log-likelihood of the action tokens. Rows are right-padded, so causal attention
+    needs no mask."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask[:, 1:]]
     return F.cross_entropy(model.lm_head(hidden).float(), ids[:, 1:][mask[:, 1:]])
 

@@ -1,12 +1,14 @@
-"""Make a small model for a world: ``python benchmarks/small_models/make_worlds.py --world coins --out DIR --seed 0``.
+"""Make a small model for a world: ``python benchmarks/small_models/make_worlds.py --world coins
+--out DIR --seed 0``.
 
-The worlds are those of :mod:`torchrl_llm.testing.worlds`. The model is a Qwen2 of about 0.11 M parameters over whole words
-that clones scripted players (:mod:`make_tiny_guess` does the same for GuessTheNumber): first the best one, so that it learns
-the rules quickly, then one that forgets now and then. The start plays legally and wins about half of its episodes.
+The worlds are those of :mod:`torchrl_llm.testing.worlds`. The model is a Qwen2 of about 0.11 M
+parameters over whole words that clones scripted players (:mod:`make_tiny_guess` does the same for
+GuessTheNumber): first the best one, so that it learns the rules quickly, then one that forgets now
+and then. The start plays legally and wins about half of its episodes.
 
-Writes ``DIR/model`` and ``DIR/tokenizer``. They are apart because ``AutoTokenizer`` would read the tokenizer as Qwen2's
-byte-level BPE beside the files of a Qwen2: give both, as ``model_path`` and ``tokenizer_path``. The same seed, package
-versions and kind of CPU give the same files.
+Writes ``DIR/model`` and ``DIR/tokenizer``. They are apart because ``AutoTokenizer`` would read the
+tokenizer as Qwen2's byte-level BPE beside the files of a Qwen2: give both, as ``model_path`` and
+``tokenizer_path``. The same seed, package versions and kind of CPU give the same files.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ Player = Callable[[list[str], random.Random], str]
 
 
 def coins_player(forget: float) -> Player:
-    """A player of ``Coins`` that follows a best plan, and moves at random with probability ``forget`` a turn."""
+    """A player of ``Coins`` that follows a best plan, and moves at random with probability
+    ``forget`` a turn."""
 
     def respond(texts: list[str], rng: random.Random) -> str:
         return rng.choice(list(Coins.MOVES)) if rng.random() < forget else Coins.best_response(texts)
@@ -46,7 +49,8 @@ def coins_player(forget: float) -> Player:
 
 
 def key_and_door_player(forget: float) -> Player:
-    """A player of ``KeyAndDoor`` that forgets the key's side and whether it holds the key with probability ``forget`` a turn.
+    """A player of ``KeyAndDoor`` that forgets the key's side and whether it holds the key with
+    probability ``forget`` a turn.
 
     It then guesses both, so that it is right about half of the time.
     """

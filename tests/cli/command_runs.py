@@ -1,4 +1,5 @@
-"""Commands that tests run: processes of their own, in pipes or in a terminal, forked from one that has imported everything.
+"""Commands that tests run: processes of their own, in pipes or in a terminal, forked from one that
+has imported everything.
 
 An import takes longer than most of the commands (:mod:`processes`).
 """
@@ -39,7 +40,8 @@ def command(*arguments: object, folder: Path, given: str = "", environment: dict
 
 
 def start(arguments, files, folder: Path, environment: dict[str, str], before: Callable[[], object] | None = None):
-    """Start a command whose standard files are opened by name: files, pipes with a name, or a terminal.
+    """Start a command whose standard files are opened by name: files, pipes with a name, or a
+    terminal.
 
     Args:
         before: called in its process first; it is pickled.
@@ -69,7 +71,8 @@ def _run(arguments, variables, files, folder, before) -> None:
     for number, name in enumerate(files):
         how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if number else os.O_RDONLY
         if name.startswith("/dev/"):
-            # A terminal that is opened by the leader of a session controls it, so that Ctrl-C comes as a signal.
+            # A terminal that is opened by the leader of a session controls it, so that Ctrl-C comes
+            # as a signal.
             how = os.O_RDWR
         os.dup2(os.open(name, how), number)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, "r" if not number else "w") for number in range(3))
@@ -87,12 +90,14 @@ def _run(arguments, variables, files, folder, before) -> None:
     except SystemExit as ended:  # of argparse, or by a signal
         code = ended.code
     sys.stderr.flush()
-    # Not by way of multiprocessing, which has standard files of its own. The command itself flushes its output.
+    # Not by way of multiprocessing, which has standard files of its own. The command itself flushes
+    # its output.
     os._exit(code)
 
 
 class Terminal:
-    """A command in a pseudo-terminal: what it shows, and keys. Standard output may go to the file ``out``."""
+    """A command in a pseudo-terminal: what it shows, and keys. Standard output may go to the file
+    ``out``."""
 
     def __init__(
         self, *arguments: object, folder: Path, environment: dict[str, str] | None = None, out: Path | None = None
@@ -125,8 +130,8 @@ class Terminal:
         """The exit code, once the command has ended by itself.
 
         Args:
-            again: keys that are typed once more every two seconds. Python's ``input()`` answers a Ctrl-C that comes between its
-                prompt and its wait for a key only at the next key.
+            again: keys that are typed once more every two seconds. Python's ``input()`` answers a
+                Ctrl-C that comes between its prompt and its wait for a key only at the next key.
         """
 
         def dead():

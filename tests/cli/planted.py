@@ -1,4 +1,5 @@
-"""Texts that act where they are not escaped, planted in every file of a folder that commands read."""
+"""Texts that act where they are not escaped, planted in every file of a folder that commands
+read."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ PAYLOAD = (
     f"\x1b]0;owned\x07\x1b[2J\x9b1;31m\x08\r\x00\u202efdp\u200b{HALF}[red]bold[/red]<script>alert(1)</script>`]("
     "![x](http://127.0.0.1:9/x)\n# all runs passed\n{{ 7 * 7 }}$\\frac{1}$ !!python/object/apply:os.system [id]"
 )
-"""Escapes, a change of direction, half a character, and markup of rich, HTML, Markdown, Jinja, LaTeX and YAML."""
+"""Escapes, a change of direction, half a character, and markup of rich, HTML, Markdown, Jinja,
+LaTeX and YAML."""
 
 
 def everywhere(value: Any) -> Any:
@@ -52,7 +54,8 @@ def one_by_one(value: Any, depth: int = 3) -> Iterator[Any]:
 
 
 def plant(file: Path, change: Callable[[Any], Any]) -> None:
-    """Change the content of a file: of JSON, of YAML, of a recording's description, or else a text."""
+    """Change the content of a file: of JSON, of YAML, of a recording's description, or else a
+    text."""
     if file.suffix == ".json":
         file.write_text(json.dumps(change(json.loads(file.read_text()))))
     elif file.suffix == ".yaml":

@@ -1,4 +1,5 @@
-"""``torchrl-llm train``, ``eval`` and ``export``, and what all commands share: help, errors, exit codes, pipes."""
+"""``torchrl-llm train``, ``eval`` and ``export``, and what all commands share: help, errors, exit
+codes, pipes."""
 
 import fcntl
 import json
@@ -172,7 +173,8 @@ class TestTrain:
         assert json.loads(done.stdout) == json.loads((run / "result.json").read_text())
         assert "report: run/" in done.stderr
         assert "|" not in done.stderr  # no progress bar in a pipe
-        assert RunConfig.from_yaml(run / "config.yaml").progress is None  # and no decision about a later start
+        # and no decision about a later start
+        assert RunConfig.from_yaml(run / "config.yaml").progress is None
 
     def test_resumes(self, trained):
         run, _ = trained
@@ -351,7 +353,8 @@ class TestExport:
 
 
 def _signal_behind_the_model(signum: int) -> None:
-    """Have this process get a signal when it has written the model, and not yet moved it to its place."""
+    """Have this process get a signal when it has written the model, and not yet moved it to its
+    place."""
     from torchrl_llm.runs import export
 
     write = export._write_model

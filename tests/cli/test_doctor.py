@@ -235,6 +235,7 @@ class TestMemoryEstimate:
         config = RunConfig(model_path="tiny", lora_r=4, kl_coeff=0.0)
         parts = memory_estimate(config, empty_model(config))
         models = load_actor_critic(tiny_model_path(), lora=make_lora(config), critic=True)
-        trained = sum(p.numel() for p in models.actor_parameters() + models.critic_parameters()) - 65  # the head
+        # the head
+        trained = sum(p.numel() for p in models.actor_parameters() + models.critic_parameters()) - 65
         assert parts["trained weights"] == 16 * trained
         assert parts["base weights"] == sum(4 * p.numel() for p in models.base_parameters())

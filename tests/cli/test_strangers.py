@@ -1,4 +1,5 @@
-"""Folders of strangers, given to every command: what is planted in their files never acts, and nothing ends in a traceback."""
+"""Folders of strangers, given to every command: what is planted in their files never acts, and
+nothing ends in a traceback."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from planted import PAYLOAD, everywhere, in_values, one_by_one, plant
 from torchrl_llm.cli import main
 from torchrl_llm.utils.terminal import UNSEEN
 
-# Nothing that is not Unicode can be sent to the process that reports, and PEFT warns of what it does not know, as it is spelled.
+# Nothing that is not Unicode can be sent to the process that reports, and PEFT warns of what it
+# does not know, as it is spelled.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 FINAL = "checkpoints/checkpoint-000000000002"

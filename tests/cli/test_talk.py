@@ -232,7 +232,8 @@ class TestTerminal:
         assert printable("\u202eevil\u2066 \u2069ü") == "\\u202eevil\\u2066 \\u2069ü"
 
     def test_without_rich_one_line_says_what_to_install(self, monkeypatch, capsys):
-        monkeypatch.setitem(sys.modules, "rich.console", None)  # what cannot be imported looks like this
+        # what cannot be imported looks like this
+        monkeypatch.setitem(sys.modules, "rich.console", None)
         assert main(["chat", "tiny"]) == 2
         assert capsys.readouterr().err == (
             "torchrl-llm chat: error: torchrl-llm chat needs 'rich': pip install 'torchrl-llm[cli]'.\n"

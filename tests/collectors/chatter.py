@@ -1,4 +1,5 @@
-"""A game that shows what a collector of games gets wrong: its lengths, turns and texts depend on chance and on what was said."""
+"""A game that shows what a collector of games gets wrong: its lengths, turns and texts depend on
+chance and on what was said."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from torchrl_llm.envs import Game
 
 
 class Chatter(Game):
-    """Players speak in an order of chance, twice in a row too; some never do. Everybody but the speaker hears what was said.
+    """Players speak in an order of chance, twice in a row too; some never do. Everybody but the
+    speaker hears what was said.
 
     Chance is drawn from the global generator, which must be the game's own.
 
@@ -43,7 +45,8 @@ class Chatter(Game):
 
 
 def played(game: Game, seed: int, say) -> list[tuple[str, list[tuple[str, str, float]]]]:
-    """A game played by a plain loop: of each seat its first message, and of each turn the response, the next message and the reward.
+    """A game played by a plain loop: of each seat its first message, and of each turn the response,
+    the next message and the reward.
 
     Args:
         game: draws from the global generator.

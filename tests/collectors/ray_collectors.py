@@ -1,4 +1,5 @@
-"""What the tests of RayTurnCollector share in the process of the caller: Ray, collectors on it, and their processes."""
+"""What the tests of RayTurnCollector share in the process of the caller: Ray, collectors on it, and
+their processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A driver that plays on two workers of a Ray of its own until it is killed; prints the workers' process ids."""
+"""A driver that plays on two workers of a Ray of its own until it is killed; prints the workers'
+process ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What workers of the tests are made of. They import this module, so it is light and knows nothing of pytest."""
+"""What workers of the tests are made of. They import this module, so it is light and knows nothing
+of pytest."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ SAMPLING = SamplingConfig(max_output_tokens=16)
 
 
 class ReusingCluster(RayCluster):
-    """Workers get processes that are up already, where there are some: starting one takes many seconds.
+    """Workers get processes that are up already, where there are some: starting one takes many
+    seconds.
 
     A process that still answers when it is ended stays here; one that is lost does not.
     """
@@ -80,7 +82,8 @@ class SpendingCluster(ReusingCluster):
 
 
 def answers(actor, patience):
-    """Whether it does; ``None``: it is dead or does not come back. Who is still starting counts as one that does."""
+    """Whether it does; ``None``: it is dead or does not come back. Who is still starting counts as
+    one that does."""
     ready = actor.__ray_ready__.remote()
     try:
         ray.get(ready, timeout=patience)

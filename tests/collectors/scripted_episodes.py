@@ -1,4 +1,5 @@
-"""What the tests of collectors share: environments and policies without a model, and what is read from their batches."""
+"""What the tests of collectors share: environments and policies without a model, and what is read
+from their batches."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def make_env(env=StopOrGo, **kwargs):
 
 
 class Streaming(ScriptedPolicy):
-    """Answers a request after 1 to ``delay`` polls, drawn by episode and turn; one version a token, as it is sampled."""
+    """Answers a request after 1 to ``delay`` polls, drawn by episode and turn; one version a token,
+    as it is sampled."""
 
     owns_weights = True
 

@@ -24,7 +24,8 @@ def make(tokenizer):
 
 @pytest.fixture
 def stops(tokenizer):
-    """Wins StopOrGo in two episodes of five, in turn 0 or 1; the others end at max_turns. Echo is never won."""
+    """Wins StopOrGo in two episodes of five, in turn 0 or 1; the others end at max_turns. Echo is
+    never won."""
     return ScriptedPolicy(
         lambda episode, turn, context: "stop" if episode % 5 < 2 and turn == episode % 2 else "go",
         tokenizer=tokenizer,

@@ -1,4 +1,5 @@
-"""AsyncTurnCollector with max_staleness: how old a token may be, and what is collected while the caller trains."""
+"""AsyncTurnCollector with max_staleness: how old a token may be, and what is collected while the
+caller trains."""
 
 from __future__ import annotations
 

@@ -121,7 +121,8 @@ class TestWeights:
         assert gaps(models.model, policy, collector.rollout()).max() <= 1e-5
 
     def test_each_token_has_the_log_prob_of_the_weights_it_is_stamped_with(self, policy, words):
-        # Collection continues in a thread while the weights change: tokens of both versions must be found in their rows.
+        # Collection continues in a thread while the weights change: tokens of both versions must be
+        # found in their rows.
         models = load_actor_critic(tiny_model_path(), dtype="float32")
         sync = EngineWeightSync(models.model, models.adapter, policy=policy)
         sync()

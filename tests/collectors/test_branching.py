@@ -26,7 +26,8 @@ def worth(said: str) -> float:
 
 
 class Letters:
-    """Four turns of one letter, each paid by what was said so far; an episode that begins with "b" ends after two."""
+    """Four turns of one letter, each paid by what was said so far; an episode that begins with "b"
+    ends after two."""
 
     def reset(self, seed=None):
         self.said, self.seed = "", seed
@@ -199,7 +200,8 @@ class TestBranch:
 
 class TestValues:
     def test_the_mean_return_is_the_value_of_the_state(self, make, tokenizer):
-        """To five standard errors; a wrong turn, a lost reward or a missing letter is farther off."""
+        """To five standard errors; a wrong turn, a lost reward or a missing letter is farther
+        off."""
         collector = make(num_envs=16, batch_size=3)
         collector.rollout()
         count = 100
@@ -221,7 +223,8 @@ class TestValues:
         assert found.values.tolist() == [pytest.approx(expected)]
 
     def test_equal_states_of_a_group_are_continued_once(self, make):
-        """Four episodes "a?.." share the first state, and those with equal letters the next ones; groups share nothing."""
+        """Four episodes "a?.." share the first state, and those with equal letters the next ones;
+        groups share nothing."""
         collector = make(
             group_size=4, num_envs=4, batch_size=8, script=lambda episode, turn, _: "aabb"[(episode + turn) % 4]
         )
@@ -237,7 +240,8 @@ class TestValues:
         assert len(set(found.values[:4, 0].tolist())) == 1
 
     def test_the_choice_depends_on_nothing_that_follows(self, make):
-        """Episodes that differ from their third letter on have the same states chosen up to there."""
+        """Episodes that differ from their third letter on have the same states chosen up to
+        there."""
         chosen = []
         for rest in ("aa", "bb"):
             collector = make(

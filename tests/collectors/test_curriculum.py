@@ -1,4 +1,5 @@
-"""set_curriculum: what is sampled from then on, with every collector, and in a state that is loaded again."""
+"""set_curriculum: what is sampled from then on, with every collector, and in a state that is loaded
+again."""
 
 from __future__ import annotations
 

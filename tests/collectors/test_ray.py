@@ -147,7 +147,8 @@ class TestWeights:
     """What is trained here is what plays there."""
 
     def follow(self, collect, model, adapter, make_policy, change):
-        """Play, change the weights, send them, play; TurnCollector with the trained model itself says the same."""
+        """Play, change the weights, send them, play; TurnCollector with the trained model itself
+        says the same."""
         policy = parts.make_hf(model, adapter)
         sync = RayWeightSync(model, adapter, policy=policy)
         collector = collect(

@@ -1,4 +1,5 @@
-"""RecordedCollector: every episode once an epoch, in an order of the seed's, shared by workers and continued by a resume."""
+"""RecordedCollector: every episode once an epoch, in an order of the seed's, shared by workers and
+continued by a resume."""
 
 from __future__ import annotations
 

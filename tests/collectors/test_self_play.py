@@ -1,4 +1,5 @@
-"""SelfPlayCollector: every seat's episode is that of a plain loop over the game, whatever runs beside it."""
+"""SelfPlayCollector: every seat's episode is that of a plain loop over the game, whatever runs
+beside it."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def outcome(rewards, seat):
 
 
 def expected_rows(env, games, players, script=speech):
-    """Of each game that does not fail, and each seat: tokens, turn ids, rewards, success of the last turn, and outcome."""
+    """Of each game that does not fail, and each seat: tokens, turn ids, rewards, success of the
+    last turn, and outcome."""
     rows = {}
     for game in games:
         task = env.task_sampler[game * players]
@@ -195,7 +197,8 @@ class TestLimits:
     def test_a_limit_of_turns(self):
         env = make_env(partial(TakeAway, 9, 9), num_envs=4, max_turns=2)
         rows = SelfPlayCollector(env, says(lambda episode, turn: "1"), batch_size=4).rollout()
-        # The first player's second turn is answered when it is its turn again: after the other's second one.
+        # The first player's second turn is answered when it is its turn again: after the other's
+        # second one.
         assert rows[keys.TURN_MASK].sum(1).tolist() == [2, 2] * 2
         reasons = rows[keys.TURN_STOP_REASON][:, 1].tolist()
         assert reasons == [StopReason.MAX_TURNS, StopReason.ENV_TRUNCATED] * 2

@@ -1,4 +1,5 @@
-"""Trees: episodes that are continued from the middle, as rows. That their credit is unbiased is in test_exact_gradient.py."""
+"""Trees: episodes that are continued from the middle, as rows. That their credit is unbiased is in
+test_exact_gradient.py."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class TestRows:
         assert (collector.group_size, len(rows)) == (6, 24)
         assert Counter(rows[keys.GROUP_ID].tolist()) == dict.fromkeys(rows[keys.GROUP_ID].unique().tolist(), 6)
         assert len(set(rows[keys.EPISODE_ID].tolist())) == 24
-        # The order that the ranks of a run agree on, so that the same rows share a step however many they are.
+        # The order that the ranks of a run agree on, so that the same rows share a step however
+        # many they are.
         order = [*zip(rows[keys.TREE_ID].tolist(), rows[keys.EPISODE_ID].tolist(), strict=True)]
         assert order == sorted(order)
         branched = 0
@@ -135,7 +137,8 @@ class TestFaults:
     def test_a_continuation_that_fails_costs_its_group(self, make, monkeypatch):
         monkeypatch.setattr(Breaking, "resets", 0)
         quiet = make(Breaking, num_envs=2, script=lambda *_: "a").rollout()
-        # Of 8 roots and 16 continuations, one of these fails, and a further group of 2 roots and 4 continuations is played.
+        # Of 8 roots and 16 continuations, one of these fails, and a further group of 2 roots and 4
+        # continuations is played.
         monkeypatch.setattr(Breaking, "resets", 0)
         monkeypatch.setattr(Breaking, "fails", (12,))
         collector = make(Breaking, num_envs=2, script=lambda *_: "a")
@@ -200,7 +203,8 @@ class TestCredit:
 
     @pytest.mark.parametrize(("credit", "kind"), [("turn", None), ("state", "prefix"), ("state", "observation")])
     def test_others(self, make, credit, kind):
-        """Rows are in the state of an observation at several turns: before their tree branches and behind."""
+        """Rows are in the state of an observation at several turns: before their tree branches and
+        behind."""
         rows = make(batch_size=36).rollout()
         options = {} if kind is None else {"alone": "return", "state": kind}
         out = GroupRelative(credit=credit, baseline="leave_one_out", scale="none", **options)(rows.clone())

@@ -59,7 +59,8 @@ def test_answers_after_the_poll_interval_without_an_episode(worker):
 
 
 def test_the_simulated_worker_answers_like_it(worker, clock):
-    """The same answers to the same requests, at most a step of the engine later: it sees one step later that an episode ended."""
+    """The same answers to the same requests, at most a step of the engine later: it sees one step
+    later that an episode ended."""
     simulated = SimulatedWorker(2, Costs(step=STEP, request=0.0), LENGTHS.__getitem__)
     requests = [request([(7, 0), (8, 1), (9, 2)]), request(), request(), request()]
     now = 0.0

@@ -10,7 +10,8 @@ from torchrl_llm.data import rows_from_agilerl
 
 
 def agilerl_episode(ids, spans, max_turns, rewards):
-    """What ``TokenObservationWrapper.get_episode_data`` of AgileRL 2.9.1 returns for generations at ``spans``."""
+    """What ``TokenObservationWrapper.get_episode_data`` of AgileRL 2.9.1 returns for generations at
+    ``spans``."""
     ids = torch.tensor([ids])
     mask = torch.zeros(1, ids.shape[1] - 1, dtype=torch.bool)
     turn_ids = torch.full_like(mask, -1, dtype=torch.int64)
@@ -22,7 +23,8 @@ def agilerl_episode(ids, spans, max_turns, rewards):
 
 @pytest.fixture
 def episodes():
-    one = agilerl_episode([1, 2, 3, 4, 5, 6, 7, 8], [(2, 4), (5, 7)], 3, [0.5, 1.0])  # feedback: 5 and 8
+    # feedback: 5 and 8
+    one = agilerl_episode([1, 2, 3, 4, 5, 6, 7, 8], [(2, 4), (5, 7)], 3, [0.5, 1.0])
     two = agilerl_episode([9, 10, 11], [(1, 3)], 3, [-0.1])
     return [list(part) for part in zip(one, two, strict=True)]
 

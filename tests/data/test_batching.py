@@ -54,7 +54,8 @@ class TestMicroBatches:
             index = part[keys.EPISODE_ID]
             for key in (keys.TOKENS, keys.TURN_IDS, keys.ATTENTION_MASK):
                 assert torch.equal(part[key], rows[key][index, :longest])
-            assert torch.equal(part[keys.TURN_REWARD], rows[keys.TURN_REWARD][index])  # also where T == L
+            # also where T == L
+            assert torch.equal(part[keys.TURN_REWARD], rows[keys.TURN_REWARD][index])
         assert rows[keys.TOKENS].shape == (len(lengths), 20)
         total = sum(part[keys.TOKENS].numel() for part in parts)
         assert padding_share(parts) == pytest.approx(1 - sum(lengths) / total)
@@ -134,7 +135,8 @@ class TestSharedPrefixes:
     COST = PrefixCost(stage=10, context=0.0, key=0.0, key_size=0.0, max_length=20)
 
     def rows(self, length: int = 20) -> TensorDict:
-        """Four games of four rows each, dealt out in turn; the rows of a game differ in their last two tokens."""
+        """Four games of four rows each, dealt out in turn; the rows of a game differ in their last
+        two tokens."""
         rows = make_rows([length] * 16, width=length)
         rows[keys.TOKENS][4:, : length - 2] = rows[keys.TOKENS][:4, : length - 2].repeat(3, 1)
         return rows

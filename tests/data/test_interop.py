@@ -29,7 +29,8 @@ GAME = "game:GuessTheNumber-v0-easy"
 
 
 def small_model(seed: int = 0) -> GPT2LMHeadModel:
-    """A GPT-2, because it is float64 all through; random enough that its distributions are not flat."""
+    """A GPT-2, because it is float64 all through; random enough that its distributions are not
+    flat."""
     config = GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=16,
@@ -50,7 +51,8 @@ def small_model(seed: int = 0) -> GPT2LMHeadModel:
 
 @st.composite
 def conversations(draw):
-    """``turn_ids`` of rows: prompts, turns of 1 to 3 tokens, feedback of 0 to 2, rows without any action; and a seed."""
+    """``turn_ids`` of rows: prompts, turns of 1 to 3 tokens, feedback of 0 to 2, rows without any
+    action; and a seed."""
     rows = [[-1, 0, 0, 0, -1, 1, 1, 1, -1, -1]]
     for turns in draw(st.lists(st.integers(0, 3), max_size=3)):
         row = [-1] * draw(st.integers(1, 3))
@@ -61,7 +63,8 @@ def conversations(draw):
 
 
 def make_rows(layout: list[list[int]], seed: int, scorer: TokenScorer) -> TensorDict:
-    """Rows whose old policy is near the scorer's, so that some ratios are clipped; NaN where nothing may be read."""
+    """Rows whose old policy is near the scorer's, so that some ratios are clipped; NaN where
+    nothing may be read."""
     generator = torch.Generator().manual_seed(seed)
     width = max(map(len, layout)) + 1
     ids = torch.tensor([row + [-1] * (width - len(row)) for row in layout])
@@ -93,7 +96,8 @@ def law(test):
 
 
 class TestGRPOLoss:
-    """Against ours, in float64; TorchRL holds the bounds of its clip in float32, which values show and gradients not."""
+    """Against ours, in float64; TorchRL holds the bounds of its clip in float32, which values show
+    and gradients not."""
 
     OURS: ClassVar = {"kl_coeff": 0.0, "clip_epsilon": (0.2, 0.28)}
     STOCK: ClassVar = {"masking_strategy": "rlhf", "entropy_bonus": False, "clip_epsilon": (0.2, 0.28)}
@@ -128,7 +132,8 @@ class TestGRPOLoss:
         self.compare(model, case, old, {"entropy_coeff": 0.1}, stock, entropy=True)
 
     def test_the_kl_is_a_mean_over_all_positions(self, model):
-        """TorchRL's term is ours times the share of positions that are action tokens, where the ratio is 1."""
+        """TorchRL's term is ours times the share of positions that are action tokens, where the
+        ratio is 1."""
         scorer = TokenScorer(model)
         rows = make_rows([[-1, 0, 0, -1, 1], [-1, 0, -1, -1, -1, -1, -1]], 0, scorer)
         with torch.no_grad():
@@ -181,7 +186,8 @@ class TestGRPOLoss:
 
 
 class TestMCAdvantage:
-    """Four guessers a group, who name numbers of their own: games of one to four turns, of many returns."""
+    """Four guessers a group, who name numbers of their own: games of one to four turns, of many
+    returns."""
 
     GROUP = 4
 
@@ -236,7 +242,8 @@ class TestMCAdvantage:
             RowsAsTrajectories()(rows)
 
     def test_dynamic_sampling_drops_whole_groups(self, tokenizer):
-        """Nothing passes upstream of a dropped group: ``None`` goes through, and the storage stays empty."""
+        """Nothing passes upstream of a dropped group: ``None`` goes through, and the storage stays
+        empty."""
         groups = MCAdvantage(self.GROUP, **MC_ADVANTAGE_KEYS, keep_return_bounds=(10.0, 20.0))
         buffer = self.collect(tokenizer, groups)
         assert len(buffer) == 0

@@ -27,7 +27,8 @@ def long_episode(index: int, num_turns: int, length: int) -> Episode:
 
 
 def peak_of_rows(num_episodes: int) -> tuple[int, int]:
-    """Bytes of the rows of long episodes, and the bytes by which making them raised this process's peak memory."""
+    """Bytes of the rows of long episodes, and the bytes by which making them raised this process's
+    peak memory."""
     import resource  # POSIX only, as this test is
 
     episodes = [long_episode(i, num_turns=32, length=8_192) for i in range(num_episodes)]

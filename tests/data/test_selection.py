@@ -36,7 +36,8 @@ class TestOverlong:
         mask = [[True, True], [True, True], [True, True], [False, True]]
         rows = rows_of(ids, [[0.0, 0.0]] * 4, mask=mask, truncated=cut)
         assert overlong(rows, 3).tolist() == [False, True, True, False]
-        rows["turn", "terminated"] = torch.ones_like(rows["turn", "terminated"])  # over anyhow: no truncation
+        # over anyhow: no truncation
+        rows["turn", "terminated"] = torch.ones_like(rows["turn", "terminated"])
         assert overlong(rows, 3).tolist() == [False, True, False, False]
 
     def test_the_penalty_is_of_the_turn_and_grows_with_its_length(self):

@@ -1,4 +1,5 @@
-"""TurnsToSequence: rows out of random conversations, compared with rows built one token at a time."""
+"""TurnsToSequence: rows out of random conversations, compared with rows built one token at a
+time."""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ def turn_view(episodes: list[Episode], num_turns: int, mask_key: bool = False) -
 
 
 def fill_with_garbage(steps: TensorDict, *, idle: bool) -> None:
-    """Steps that were not played may hold anything; without a mask they are known by an empty context."""
+    """Steps that were not played may hold anything; without a mask they are known by an empty
+    context."""
     for key, value in steps.items(include_nested=True, leaves_only=True):
         value.fill_(True if value.dtype == torch.bool else 3)
         if idle and key == keys.PROMPT_LENGTH:
@@ -330,7 +332,8 @@ class TestTurnsToSequence:
 
 
 class TestCollectedConversations:
-    """A real model plays; one forward over each row gives back what the policy recorded turn by turn."""
+    """A real model plays; one forward over each row gives back what the policy recorded turn by
+    turn."""
 
     @pytest.mark.parametrize("min_output_tokens", [0, 3])
     def test_scorer_reproduces_the_log_probs_of_the_policy(self, min_output_tokens):

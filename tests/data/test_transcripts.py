@@ -1,4 +1,5 @@
-"""Conversations as episodes: the tokens that an environment would have made of them, and what is refused, with its line."""
+"""Conversations as episodes: the tokens that an environment would have made of them, and what is
+refused, with its line."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ SAID = {"role": "assistant", "content": "4"}
 
 
 class Lookup:
-    """Asks, answers as a tool, then as a user, and pays for the third turn. It writes down what is said."""
+    """Asks, answers as a tool, then as a user, and pays for the third turn. It writes down what is
+    said."""
 
     heard: list[dict[str, str]] = []  # noqa: RUF012, of the one episode that runs
 

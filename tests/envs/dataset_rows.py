@@ -1,4 +1,5 @@
-"""What the tests of PromptDatasetEnv share: rows, an environment over them, and what is played of it."""
+"""What the tests of PromptDatasetEnv share: rows, an environment over them, and what is played of
+it."""
 
 from __future__ import annotations
 

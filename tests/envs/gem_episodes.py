@@ -1,4 +1,5 @@
-"""What the tests of GEMEnv share: its settings here, policies that speak by a script, and what episodes showed."""
+"""What the tests of GEMEnv share: its settings here, policies that speak by a script, and what
+episodes showed."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ def make_env(env=EASY, **kwargs):
 
 
 def make_policy(script, **kwargs):
-    """A policy that says the same in every turn, or what a function of episode, turn and context returns."""
+    """A policy that says the same in every turn, or what a function of episode, turn and context
+    returns."""
     return ScriptedPolicy(script if callable(script) else lambda episode, turn, context: script, **kwargs)
 
 

@@ -1,4 +1,5 @@
-"""All of GEM's registered environments through GEMEnv: which play, and what the others say they lack."""
+"""All of GEM's registered environments through GEMEnv: which play, and what the others say they
+lack."""
 
 from __future__ import annotations
 
@@ -368,7 +369,8 @@ class TestTools:
 
 
 def rollout(factory, lines, tokenizer):
-    """The whole conversation of one episode in which the player says these lines, and the environment."""
+    """The whole conversation of one episode in which the player says these lines, and the
+    environment."""
     env = GEMEnv(factory, tokenizer=tokenizer, max_model_len=8192, max_output_tokens=64)
     policy = ScriptedPolicy(lambda episode, turn, context: lines[turn], tokenizer=tokenizer, max_output_tokens=64)
     env.rollout(len(lines), policy)

@@ -1,4 +1,5 @@
-"""Answers behind the prompt: thoughts that a template opens, and what environments and reward functions get of responses."""
+"""Answers behind the prompt: thoughts that a template opens, and what environments and reward
+functions get of responses."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ SPLIT = (
     "{% set said = m.content.split('</think>')[-1].strip() %}"
 )
 TEMPLATES = {
-    # Each opens a thought, but for the last three, and writes answers: as they are, without thoughts, and in a form of its own.
+    # Each opens a thought, but for the last three, and writes answers: as they are, without
+    # thoughts, and in a form of its own.
     "as they are": HEAD + "{{ m.content }}" + OPENED,
     "dropped": HEAD + "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}" + OPENED,
     "in its form": HEAD + "{% if m.role == 'assistant' %}" + SPLIT + "<think>\n{{ thought }}\n</think>\n\n{{ said }}"
@@ -104,7 +106,8 @@ class TestAnswers:
         assert context_of(formatter, given, given) + "\n" == own
 
     def test_a_thought_that_is_closed_is_not_closed_again(self):
-        """A sampled answer whose prompt had opened its thought, behind a prompt that has closed it."""
+        """A sampled answer whose prompt had opened its thought, behind a prompt that has closed
+        it."""
         with pytest.raises(MissingThinkingError, match="thinks, and its prompt ends with the empty thought"):
             context_of(formatter_of("closed", history="refuse"), "Easy.\n</think>\n\n4")
 
@@ -132,7 +135,8 @@ class TestAnswers:
         text = context_of(formatter, "4", THOUGHT)
         assert "assistant\n<think>\n\n</think>\n\n4<|im_end|>" in text
         assert text.endswith("<think>\nEasy.\n</think>\n\n4<|im_end|>")
-        with pytest.raises(MissingThinkingError, match="lacks '</think>'"):  # a thought that was cut off
+        # a thought that was cut off
+        with pytest.raises(MissingThinkingError, match="lacks '</think>'"):
             formatter.answer("<think>\nEas")
 
     def test_what_the_prompt_holds_of_an_empty_thought_is_not_repeated(self):

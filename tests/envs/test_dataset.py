@@ -363,7 +363,8 @@ class TestOptions:
             make(**{name: value})
 
     def test_no_other_keyword_is_swallowed(self, make, tokenizer):
-        """All of GEMEnv's, each with another value than its default, in the environment that results."""
+        """All of GEMEnv's, each with another value than its default, in the environment that
+        results."""
         given = {
             "num_envs": 4, "max_model_len": 99, "max_output_tokens": 9, "max_turns": 1, "overflow": "truncate",
             "group_size": 2, "weights": None, "max_faults": 5, "num_threads": 3, "step_timeout": 7.0, "system_prompt": "S",

@@ -82,7 +82,8 @@ def _of_verl(data_source, solution_str, ground_truth, extra_info=None):
 
 
 class TestNames:
-    """Reward functions are called by position; one that names its arguments in another order would get them mixed up."""
+    """Reward functions are called by position; one that names its arguments in another order would
+    get them mixed up."""
 
     @pytest.mark.parametrize(
         ("reward_fn", "batched", "said"),
@@ -146,7 +147,8 @@ class TestColumns:
 
     @staticmethod
     def seen(make, reward_fn, dataset=LEVELED, **kwargs):
-        """What the function got for the first three rows, which it puts into the list that is its attribute."""
+        """What the function got for the first three rows, which it puts into the list that is its
+        attribute."""
         reward_fn.got = []
         env = make(dataset, reward_fn, num_envs=3, shuffle=False, **kwargs)
         collect_rows(env, 3)
@@ -410,7 +412,8 @@ class TestFaults:
 
     @pytest.mark.parametrize("is_async", [False, True])
     def test_a_batched_call_that_fails_counts_once(self, make, says, is_async, caplog):
-        """Whatever the number of rows: 5 of them are within ``max_faults=1``, and a second call is not."""
+        """Whatever the number of rows: 5 of them are within ``max_faults=1``, and a second call is
+        not."""
 
         def reward_fn(completions, answers, questions):
             raise KeyError("oops")
@@ -428,7 +431,8 @@ class TestFaults:
         assert "the first of 2 failed episodes" in str(caught.value.__notes__)
 
     def test_of_a_collector_too(self, make, says):
-        """One call that fails is within the collector's ``max_faults``; its rows are played again by other tasks."""
+        """One call that fails is within the collector's ``max_faults``; its rows are played again
+        by other tasks."""
         failing = [True]
 
         def reward_fn(completions, answers, questions):
@@ -448,7 +452,8 @@ class TestFaults:
             return [1.0] * len(answers)
 
         async def async_reward_fn(completions, answers, questions):
-            hang.threads.update(thread.ident for thread in threading.enumerate())  # one of them waits for this
+            # one of them waits for this
+            hang.threads.update(thread.ident for thread in threading.enumerate())
             await asyncio.sleep(LIMIT)
 
         env = make(reward_fn=async_reward_fn if is_async else reward_fn, batched=True, num_envs=2, step_timeout=0.2,

@@ -1,4 +1,5 @@
-"""The same seed gives the same episodes, whoever plays them: any slots, threads, workers and other users of chance."""
+"""The same seed gives the same episodes, whoever plays them: any slots, threads, workers and other
+users of chance."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from torchrl_llm.envs.isolation import kept_global_rng
 from torchrl_llm.testing.environments import Dice, EarlyDecision, Slow, StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 
-NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # every example plays; a failing one is small anyway
+# every example plays; a failing one is small anyway
+NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
 GROUPS = 4
 """Groups of episodes that a test plays."""
 
@@ -40,7 +42,8 @@ class Deck(Dice):
 
 
 class Careless(StopOrGo):
-    """Seeds the global generators itself and draws from them, a different number of times each turn."""
+    """Seeds the global generators itself and draws from them, a different number of times each
+    turn."""
 
     def step(self, action):
         random.seed(len(action))
@@ -106,7 +109,8 @@ def episodes(batch):
 
 
 def content(values, axis):
-    """The values of an episode, in a form that is quick to compare: numbers of turns as they are, tokens as bytes."""
+    """The values of an episode, in a form that is quick to compare: numbers of turns as they are,
+    tokens as bytes."""
     return values.numpy().tobytes() if axis == "token" else values.tolist()
 
 
@@ -131,7 +135,8 @@ mixtures = st.lists(st.sampled_from(GAMES), min_size=1, max_size=4).flatmap(
 
 @pytest.fixture(scope="module")
 def play(tokenizer):
-    """Plays :data:`GROUPS` groups, with a barrier between turns or without one; environments are called in threads."""
+    """Plays :data:`GROUPS` groups, with a barrier between turns or without one; environments are
+    called in threads."""
 
     def play(games, *, slots=1, rounds=1, threads=0, barrier=True, staleness=0, groups=GROUPS, group_size=1, **kwargs):
         sizes = {"max_model_len": 1536, "max_output_tokens": 16, "max_turns": 6}
@@ -139,7 +144,8 @@ def play(tokenizer):
             kwargs["num_threads"] = threads
         slots *= group_size
         env = GEMEnv(games, tokenizer=tokenizer, num_envs=slots, group_size=group_size, **sizes, **kwargs)
-        # In this thread the draws lie between the turns; from another one they would lie within those of a game.
+        # In this thread the draws lie between the turns; from another one they would lie within
+        # those of a game.
         player = partial(script, around=nothing if barrier or not threads else kept_global_rng)
         policy = ScriptedPolicy(player, tokenizer=tokenizer, max_output_tokens=16)
         batch_size = rounds * group_size

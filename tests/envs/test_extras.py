@@ -1,4 +1,5 @@
-"""Extras that environments declare: what is refused, and that every way to collect delivers the same ones."""
+"""Extras that environments declare: what is refused, and that every way to collect delivers the
+same ones."""
 
 from __future__ import annotations
 
@@ -264,7 +265,8 @@ def test_regret_of_coins_is_what_enumeration_finds(seed):
             value = rewards[turn] + best[answers[: turn + 1]]
             assert regret == pytest.approx(best[answers[:turn]] - value, abs=1e-9)
         assert sum(regrets) == pytest.approx(best[()] - sum(rewards), abs=1e-9)
-    # So of every policy, such as the uniform one: the expected regrets sum to the optimum minus the expected return.
+    # So of every policy, such as the uniform one: the expected regrets sum to the optimum minus the
+    # expected return.
     regret, total = (np.mean([sum(each[part]) for each in found.values()]) for part in (1, 0))
     assert regret == pytest.approx(coins_optimum() - total)
     assert min(min(regrets) for _, regrets in found.values()) >= 0

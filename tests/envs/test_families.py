@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Countdown:
-    """Shows a number and counts down; each turn pays a share, so that the return of a whole episode is 1."""
+    """Shows a number and counts down; each turn pays a share, so that the return of a whole episode
+    is 1."""
 
     def __init__(self, start):
         self.start = start
@@ -110,7 +111,8 @@ class TestFamily:
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package that is installed, in a folder of its own, and offers the families "yard" and "broken"."""
+    """A package that is installed, in a folder of its own, and offers the families "yard" and
+    "broken"."""
     (tmp_path / "yards.py").write_text(
         "from torchrl_llm.envs import EnvSpec\nfrom torchrl_llm.testing.worlds import Coins\n\n\n"
         "def resolve(env_id):\n    return EnvSpec(env_id, Coins)\n"

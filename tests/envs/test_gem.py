@@ -360,7 +360,8 @@ class TestSingleSlots:
 
 class TestCost:
     def test_a_step_renders_what_is_new_and_nothing_else(self, make, says):
-        """Of a conversation of any length: a change of kind. ``benchmarks/environments.py`` measures the time."""
+        """Of a conversation of any length: a change of kind. ``benchmarks/environments.py``
+        measures the time."""
         env, policy = make(partial(Echo, 40), num_envs=4, max_turns=40, max_model_len=4096), says(lambda *_: "go on")
         rendered = []
         for name in ("_render_start", "_render_feedback"):

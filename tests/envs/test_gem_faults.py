@@ -40,7 +40,8 @@ class TestErrors:
             make("zzzzzzzz")
 
     def test_an_option_that_a_game_has_not_is_told_once(self, make, caplog):
-        """It is the settings' fault, and not an episode's, which would be counted and played again."""
+        """It is the settings' fault, and not an episode's, which would be counted and played
+        again."""
         spec = resolve_env("game:GuessTheNumber-v0-easy")
         env = make(replace(spec, make=partial(spec.make, max_turn=4)))
         with pytest.raises(
@@ -163,7 +164,8 @@ class TestContainment:
 
     @pytest.mark.parametrize("collector", [TurnCollector, AsyncTurnCollector])
     def test_faults_that_are_alike_are_shown_at_powers_of_ten(self, make, says, collector, caplog):
-        """A bug that fails every episode was shown for each of them, in lines of which only numbers differ."""
+        """A bug that fails every episode was shown for each of them, in lines of which only numbers
+        differ."""
 
         class Breaks(StopOrGo):
             def step(self, action):
@@ -244,6 +246,7 @@ class TestContainment:
         ends = []
         env = make(Forks)
         env.rollout(1, says("stop"))
-        (tmp_path / str(os.getpid())).touch()  # a child that played on would leave a file of its own
+        # a child that played on would leave a file of its own
+        (tmp_path / str(os.getpid())).touch()
         assert ends == [1]
         assert len(list(tmp_path.iterdir())) == 1

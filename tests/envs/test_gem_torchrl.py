@@ -196,5 +196,6 @@ def hash_coin(episode, rate=0.3):
 
 
 def within_binomial_bound(count, total, rate=0.3):
-    """Four standard deviations: a right collector fails once in 16,000 choices of tasks, and these are fixed."""
+    """Four standard deviations: a right collector fails once in 16,000 choices of tasks, and these
+    are fixed."""
     return abs(count - rate * total) < 4 * (total * rate * (1 - rate)) ** 0.5

@@ -149,7 +149,8 @@ class TestRevoke:
 
 
 def test_threads_that_read_the_global_generators_meet_no_freed_one():
-    # numpy would crash: its global generator is exchanged around every call of a game, and games come and go.
+    # numpy would crash: its global generator is exchanged around every call of a game, and games
+    # come and go.
     code = """
 import gc, sys, threading
 import numpy as np

@@ -1,4 +1,5 @@
-"""MessageCache, and the formatter that keeps its messages in it: what was rendered is bounded by its size."""
+"""MessageCache, and the formatter that keeps its messages in it: what was rendered is bounded by
+its size."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -25,7 +26,8 @@ class TestMessageCache:
 
     def test_what_was_asked_for_longest_ago_is_rendered_again(self):
         rendered = []
-        cache = MessageCache(lambda message: rendered.append(message) or ids_of(message), max_size=60)  # of three
+        # of three
+        cache = MessageCache(lambda message: rendered.append(message) or ids_of(message), max_size=60)
         for message in "abcabdacb":
             cache(message)
         assert "".join(rendered) == "abcdcb"

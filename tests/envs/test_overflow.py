@@ -1,4 +1,5 @@
-"""Sliding windows: when the context is full, the oldest turns leave it, and nothing is trained on as it was not seen."""
+"""Sliding windows: when the context is full, the oldest turns leave it, and nothing is trained on
+as it was not seen."""
 
 from __future__ import annotations
 
@@ -119,7 +120,8 @@ class TestEnvironment:
     @settings(max_examples=30)
     @given(seed=st.integers(0, 2**20), room=st.integers(70, 200))
     def test_a_cut_off_episode_ends_with_all_of_its_last_feedback(self, seed, room):
-        """What follows is valued by the last context: it may not end in the middle of what the policy was told."""
+        """What follows is valued by the last context: it may not end in the middle of what the
+        policy was told."""
         endless = {"env": lambda: Chatter(turns=99), "seed": seed, "max_turns": 6}
         slid, whole = (scripted(**endless, max_model_len=size) for size in (room, 2000))
         first = list(make_env().formatter.start("Speak."))
@@ -250,7 +252,8 @@ class TestModels:
             torch.testing.assert_close(row[keys.BOOTSTRAP_VALUE], expected[0], rtol=0, atol=1e-5)
 
     def test_what_follows_a_cut_off_episode_is_valued_by_its_last_context(self, model):
-        """The value of the rows of a collector is that of the first prompt, the latest turns and all of the last feedback."""
+        """The value of the rows of a collector is that of the first prompt, the latest turns and
+        all of the last feedback."""
         tokenizer = load_tiny_tokenizer()
         env = make_env(
             lambda: Echo(turns=99), tokenizer=tokenizer, max_model_len=60, max_output_tokens=8, max_turns=5, num_envs=4

@@ -1,4 +1,5 @@
-"""Scripted players: they play the real environments legally, and win as often as their skill allows."""
+"""Scripted players: they play the real environments legally, and win as often as their skill
+allows."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def tokenizer():
 
 
 def play(env_id, player, tokenizer, episodes, **options):
-    """The share of episodes that are won, the mean number of turns, and the observations after a turn."""
+    """The share of episodes that are won, the mean number of turns, and the observations after a
+    turn."""
     env, rng = IsolatedEnv(partial(resolve_env(env_id).make, **options)), random.Random(0)
     wins, observations = 0, []
     for seed in range(episodes):

@@ -1,4 +1,5 @@
-"""Files of records: JSON lines, arrays, parquet and CSV give the same, and what is wrong is said with its place."""
+"""Files of records: JSON lines, arrays, parquet and CSV give the same, and what is wrong is said
+with its place."""
 
 from __future__ import annotations
 

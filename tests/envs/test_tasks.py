@@ -151,7 +151,8 @@ class TestRows:
         assert [len(each) for each in shown[1:]] == [6, 6]
         assert len(shown[0]) > 40
         everything = [self.questions(tokenizer, factory, stream) for stream in STREAMS]
-        assert everything[0] & everything[2]  # a factory's data is its own business, unless it is to be divided
+        # a factory's data is its own business, unless it is to be divided
+        assert everything[0] & everything[2]
 
     def test_those_of_an_id_are_divided_unless_it_is_for_evaluation(self, tokenizer):
         shown = [self.questions(tokenizer, "rg:base_conversion", stream) for stream in STREAMS]

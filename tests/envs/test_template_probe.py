@@ -1,6 +1,7 @@
 """What chat templates do is found out by trying them: ends, thinking, roles, errors.
 
-Each template has a few lines in the style of a family of models, and a byte-level tokenizer that has its tokens.
+Each template has a few lines in the style of a family of models, and a byte-level tokenizer that
+has its tokens.
 """
 
 from __future__ import annotations
@@ -317,7 +318,8 @@ class TestGivenAnswers:
 
     @pytest.mark.parametrize("scheme", ["first", "always"])
     def test_whatever_the_vocabulary_merges(self, scheme):
-        """A letter and a line break are one token here: in raw feedback, and where a template opens answers by text alone."""
+        """A letter and a line break are one token here: in raw feedback, and where a template opens
+        answers by text alone."""
         tokenizer = spaced_tokenizer(scheme, "ba\nca\nda\nt:\n\nu:\n\n")
         ids = ChatFormatter(tokenizer, template="raw").feedback(tokenizer.encode("so"), "it is so")
         told = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -382,7 +384,8 @@ class TestErrors:
     ],
 )
 def test_what_is_rewritten_in_every_answer_is_found(content):
-    """Also where the last answer is rewritten in the same way, and where only the closing marker is spelled."""
+    """Also where the last answer is rewritten in the same way, and where only the closing marker is
+    spelled."""
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ ("
         + content

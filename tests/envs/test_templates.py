@@ -1,7 +1,8 @@
-"""What is sampled is what is trained on, under chat templates in the styles of six families of models.
+"""What is sampled is what is trained on, under chat templates in the styles of six families of
+models.
 
-Random conversations go the whole way, from the environment's texts to the scores of the rows. TEMPLATE_FUZZ sets how many
-conversations each template plays.
+Random conversations go the whole way, from the environment's texts to the scores of the rows.
+TEMPLATE_FUZZ sets how many conversations each template plays.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ STYLES = {
 
 
 def make_tokenizer(style: Style) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with the style's tokens; a few merges cross the borders of messages."""
+    """A byte-level tokenizer with the style's tokens; a few merges cross the borders of
+    messages."""
     plain = byte_tokenizer(corpus=["user\n\nassistant\n\n  the number is higher lower\n"] * 3)
     if style.nfc:
         plain.backend_tokenizer.normalizer = normalizers.NFC()
@@ -172,7 +174,8 @@ class Heckler:
 
 
 class Babbler(TurnPolicy):
-    """Samples any ids, control tokens among them; responses end with the turn's end, with EOS, cut, or at once.
+    """Samples any ids, control tokens among them; responses end with the turn's end, with EOS, cut,
+    or at once.
 
     Attributes:
         seen: by episode, ``(context, response)`` of each turn.

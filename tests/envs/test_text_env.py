@@ -1,4 +1,5 @@
-"""What environments return, and whether they take a seed: what is accepted, and what is refused with which sentence."""
+"""What environments return, and whether they take a seed: what is accepted, and what is refused
+with which sentence."""
 
 import asyncio
 
@@ -69,7 +70,8 @@ class TestSteps:
 
 
 class Drawn:
-    """As ``gymnasium.Env``: a generator of its own, made of the seed, or of the system's entropy where there is none."""
+    """As ``gymnasium.Env``: a generator of its own, made of the seed, or of the system's entropy
+    where there is none."""
 
     thread_safe = True
 
@@ -150,7 +152,8 @@ class Picky(StopOrGo):
 
 
 class TestSeeds:
-    """The seed of a task reaches an environment through ``**kwargs``; without it each run of one seed has tasks of its own."""
+    """The seed of a task reaches an environment through ``**kwargs``; without it each run of one
+    seed has tasks of its own."""
 
     @pytest.mark.parametrize("make", [Drawn, Wrapper, Twice, AroundDice, Alone])
     def test_the_same_seed_is_the_same_tasks(self, tokenizer, make):
@@ -186,7 +189,8 @@ class TestSeeds:
         with pytest.raises(ValueError, match="no task 3"):
             reset_env(env, 3)
         assert reset_env(env, 4)[1] is True
-        with pytest.raises(ValueError, match="no task 3"):  # after a reset with a seed it is not asked again
+        # after a reset with a seed it is not asked again
+        with pytest.raises(ValueError, match="no task 3"):
             reset_env(env, 3, first=False)
         assert env.calls == [3, 2, 4, 3]
 

@@ -1,4 +1,5 @@
-"""GEMEnv with threads: the same episodes, slow environments side by side, hanging ones left behind."""
+"""GEMEnv with threads: the same episodes, slow environments side by side, hanging ones left
+behind."""
 
 from __future__ import annotations
 

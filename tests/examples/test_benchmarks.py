@@ -39,7 +39,8 @@ class TestBenchmarks:
         assert (result["algo"], result["seed"], result["iterations"]) == ("GRPO", 3, 2)
 
     def test_learning_in_another_world(self, load, tmp_path, monkeypatch):
-        """Seeds of a world: each run starts from the world's model, and the summary states the optimum."""
+        """Seeds of a world: each run starts from the world's model, and the summary states the
+        optimum."""
         script = load("learning")
         model, tokenizer = make_worlds.make(
             "coins", seed=0, recipe=make_worlds.Recipe(careful_steps=1, forgetful_steps=0)

@@ -1,4 +1,5 @@
-"""From start to deployment: REINFORCE, PPO from its checkpoint with the actor as reference, a merged model, played without us."""
+"""From start to deployment: REINFORCE, PPO from its checkpoint with the actor as reference, a
+merged model, played without us."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_from_start_to_deployment(tmp_path):
     config = config_of("tiny_ppo_llm", tmp_path / "second", "--lr-actor=1e-3", "--max-iterations=10", *flags)
     second = build_run(config)
     rows = second.final_evaluation().rows
-    assert torch.equal(rows[keys.TOKENS], middle.rows[keys.TOKENS])  # it starts as what the first run ended as
+    # it starts as what the first run ended as
+    assert torch.equal(rows[keys.TOKENS], middle.rows[keys.TOKENS])
     with torch.no_grad():
         actor, reference = (
             part(rows.clone())[keys.LOG_PROB] for part in (second.models.actor, second.models.reference)

@@ -1,4 +1,5 @@
-"""The comparison of gradients in the credit study: continuations are of the states they stand at, and all else is as without them."""
+"""The comparison of gradients in the credit study: continuations are of the states they stand at,
+and all else is as without them."""
 
 import json
 from pathlib import Path
@@ -16,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def game(load):
-    """An enumerable game of :data:`credit_study.gradients.GAMES`, its policy, and the continuations of its states."""
+    """An enumerable game of :data:`credit_study.gradients.GAMES`, its policy, and the continuations
+    of its states."""
     mdp = EnumerableMDP(game=load("credit_study.gradients").unequal, max_turns=None)
     actor = TokenScorer(tiny_lm(0))
     return mdp, actor, load("credit_study.continuations").Continuations.of(mdp, actor)
@@ -67,7 +69,8 @@ class TestContinuations:
 
 class TestCompareGradients:
     def test_continuations_change_nothing_else(self, load, monkeypatch):
-        """The other estimators' figures are the same to the last bit, and the noise falls with the number of continuations."""
+        """The other estimators' figures are the same to the last bit, and the noise falls with the
+        number of continuations."""
         gradients = load("credit_study.gradients")
         some = [
             each

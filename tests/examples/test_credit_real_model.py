@@ -1,4 +1,5 @@
-"""The question of the study asked of a real model: what is registered can run, and the tables are those of the results."""
+"""The question of the study asked of a real model: what is registered can run, and the tables are
+those of the results."""
 
 import json
 from pathlib import Path
@@ -18,7 +19,8 @@ def real_model(load):
 
 
 def made_up(real_model, won: dict[str, int]) -> dict[str, dict]:
-    """Results in which each estimator wins so many of the ten games of every number (5 unless it is given), always the first ones."""
+    """Results in which each estimator wins so many of the ten games of every number (5 unless it is
+    given), always the first ones."""
     names = [real_model.START, *real_model.registered.ESTIMATORS]
     return {
         name: {
@@ -56,12 +58,14 @@ def test_what_is_registered_can_run_and_is_the_studys(real_model, tmp_path):
 
 
 def test_pairs_are_tested_by_number(real_model):
-    """Two games more of every number: one of 1024 changes of sign is as far on either side; six pairs."""
+    """Two games more of every number: one of 1024 changes of sign is as far on either side; six
+    pairs."""
     line = real_model.pair_table(made_up(real_model, {"GRPO per turn": 7, "PPO 1": 6})).splitlines()
     assert line[2] == "| GRPO per turn over GRPO | +0.200 | 0.002 | 0.012 | yes |"
     assert line[5] == "| GRPO per state over GRPO per turn | -0.200 | 0.002 | 0.012 | the other way |"
     assert line[3] == "| ReBN over GRPO | +0.000 | 1.000 | 1.000 | no |"
-    # One number that is won and another that is lost are no difference, however many games they are.
+    # One number that is won and another that is lost are no difference, however many games they
+    # are.
     assert real_model.sign_flip_p(np.array([25.0, -25.0] + [0.0] * 8)) == 1.0
 
 

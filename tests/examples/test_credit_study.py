@@ -110,7 +110,8 @@ class TestRuns:
         assert len({runs.folder_of(Path(), *key) for key in keys}) == len(keys) == 8 * 4 * 4 * 2
 
     def test_one_run(self, study, tmp_path, monkeypatch):
-        """In this process; then it is there and is not run again, unless it is of another registration."""
+        """In this process; then it is there and is not run again, unless it is of another
+        registration."""
         registered, runs = study["registered"], study["runs"]
         for name, value in {"num_envs": 8, "batch_size": 8, "final_episodes": 16}.items():
             monkeypatch.setitem(registered.COMMON, name, value)
@@ -165,7 +166,8 @@ class TestStatistics:
         )
 
     def test_the_interval_covers(self, study):
-        """Of the mean-like statistic of 200 experiments about 95 of 100 intervals hold the truth."""
+        """Of the mean-like statistic of 200 experiments about 95 of 100 intervals hold the
+        truth."""
         statistics, generator = study["statistics"], np.random.default_rng(1)
         held = []
         for _ in range(200):

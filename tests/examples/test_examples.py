@@ -44,7 +44,8 @@ def keep_models(script, monkeypatch) -> list:
 
 
 def break_first_gradient(script, monkeypatch) -> None:
-    """The first loss of the script has a gradient of NaN: the derivative of the root at 0 is infinite, times 0."""
+    """The first loss of the script has a gradient of NaN: the derivative of the root at 0 is
+    infinite, times 0."""
     calls, total = [], script.total
 
     def broken(losses):

@@ -1,4 +1,5 @@
-"""examples/reasoning.py: it runs with each algorithm, keeps test answers out of training, and learns."""
+"""examples/reasoning.py: it runs with each algorithm, keeps test answers out of training, and
+learns."""
 
 import importlib.util
 import json

@@ -1,4 +1,5 @@
-"""examples/tools.py: GEM runs the program of a response, and its output is a message that nothing is trained on."""
+"""examples/tools.py: GEM runs the program of a response, and its output is a message that nothing
+is trained on."""
 
 import os
 import re

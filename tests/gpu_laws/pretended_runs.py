@@ -1,4 +1,5 @@
-"""Small runs for the pretended GPU: models of any number of layers, episodes of a fixed number of turns."""
+"""Small runs for the pretended GPU: models of any number of layers, episodes of a fixed number of
+turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs of every kind on a pretended GPU: no operation mixes devices, and what is trained has changed there."""
+"""Runs of every kind on a pretended GPU: no operation mixes devices, and what is trained has
+changed there."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ def test_a_resumed_run_ends_where_the_whole_one_does(tmp_path):
 
 
 def test_a_run_of_the_gpu_computes_what_one_of_the_cpu_does(tmp_path):
-    """Log-probs of the sampler, and gradients: Adam's first moments, since its steps make of rounding near zero a whole step."""
+    """Log-probs of the sampler, and gradients: Adam's first moments, since its steps make of
+    rounding near zero a whole step."""
 
     def results():
         run = run_of(tmp_path, dtype="float32", group_size=4)

@@ -1,4 +1,5 @@
-"""Laws of training on a GPU, on a pretended one: an instance of each. The rest of the instances are in ``test_gpu_runs.py``.
+"""Laws of training on a GPU, on a pretended one: an instance of each. The rest of the instances are
+in ``test_gpu_runs.py``.
 
 That PyTorch gives its memory back before an engine wakes is in ``modules/test_vllm_weights.py``.
 """
@@ -34,7 +35,8 @@ def shared(monkeypatch):
 
 
 def test_an_iteration_mixes_no_devices(tmp_path, shared):
-    """Actor, critic and reference, two optimizer steps on shuffled rows of the host, in mixed precision."""
+    """Actor, critic and reference, two optimizer steps on shuffled rows of the host, in mixed
+    precision."""
     with pretended_gpu() as gpu:
         run = run_of(tmp_path, dtype="float32", mixed_precision="bf16", group_size=4, minibatch_size=2, env=Long)
         before = [parameter.clone() for parameter in run.models.actor_parameters()]
@@ -57,7 +59,8 @@ def turn_of(rows: int) -> TensorDict:
 
 
 def waits_of_a_turn(gpu, path: str, *, rows: int = 4, tokens: int) -> int:
-    """How often the host waits while ``rows`` responses of ``tokens`` tokens are sampled from a new context."""
+    """How often the host waits while ``rows`` responses of ``tokens`` tokens are sampled from a new
+    context."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to("cuda")
     policy = HFPolicy(model, byte_tokenizer(), SamplingConfig(max_output_tokens=tokens, min_output_tokens=tokens))
     policy(turn_of(rows))  # what is checked once
@@ -68,7 +71,8 @@ def waits_of_a_turn(gpu, path: str, *, rows: int = 4, tokens: int) -> int:
 
 
 def test_a_token_waits_at_most_once_in_eight(tmp_path):
-    """Not to copy anything, and neither for each layer nor for each row; a turn has its own few waits."""
+    """Not to copy anything, and neither for each layer nor for each row; a turn has its own few
+    waits."""
     with pretended_gpu() as gpu:
         short, long = (waits_of_a_turn(gpu, model_of(tmp_path), tokens=tokens) for tokens in (8, 40))
         deep = waits_of_a_turn(gpu, model_of(tmp_path, layers=4), tokens=8)
@@ -100,7 +104,8 @@ def test_the_waits_of_an_update_grow_neither_with_layers_nor_with_rows(tmp_path,
 
 
 def test_no_attention_is_left_to_cudnn(tmp_path, shared):
-    """Where it has a mask, its gradient can be NaN; and it plans each new shape. Recomputed forwards are no exception."""
+    """Where it has a mask, its gradient can be NaN; and it plans each new shape. Recomputed
+    forwards are no exception."""
     with pretended_gpu() as gpu:
         run = run_of(tmp_path, group_size=4, gradient_checkpointing=True, env=Long)
         iterate(run)

@@ -1,4 +1,5 @@
-"""The warnings that a run goes wrong: each comes when it should, once, and says what to do; healthy runs have none."""
+"""The warnings that a run goes wrong: each comes when it should, once, and says what to do; healthy
+runs have none."""
 
 import logging
 from types import SimpleNamespace
@@ -34,7 +35,8 @@ def test_a_healthy_run_has_none(caplog):
 
 
 def test_a_reference_that_is_far_from_the_start(caplog):
-    """As after a warm start without init_reference; later the policy may move away, and from a teacher it begins there."""
+    """As after a warm start without init_reference; later the policy may move away, and from a
+    teacher it begins there."""
     (message,) = warnings_of(runs(0.5, 0.5, **{"policy/kl_reference_start": 0.5}), caplog)
     assert "0.5 nats a token away from the reference" in message
     assert "init_reference" in message
@@ -47,7 +49,8 @@ def test_a_reference_that_is_far_from_the_start(caplog):
     [
         ({"max_steps": 10**9, "max_iterations": 10}, True),
         ({"max_steps": 10**9, "max_iterations": 4}, False),  # a look
-        ({"max_steps": 2000, "max_seconds": 1.5}, False),  # a first iteration may be slower than all others
+        # a first iteration may be slower than all others
+        ({"max_steps": 2000, "max_seconds": 1.5}, False),
         ({"max_steps": 10**9}, False),  # long, but it will come to its end
         ({"max_steps": 5000, "max_iterations": 10}, False),
         ({"max_steps": 5000, "max_iterations": 6}, False),  # more than half of its rates
@@ -114,7 +117,8 @@ def test_a_correction_that_leaves_out_nearly_all(caplog):
 
 
 def test_no_gradient(caplog):
-    """Whatever the reason is; but for one that is no fault: all is won, or the critic is warmed up."""
+    """Whatever the reason is; but for one that is no fault: all is won, or the critic is warmed
+    up."""
     still = {"optim/grad_norm_actor": 0.0}
     (message,) = warnings_of([*runs(0.4, 0.4), *runs(*[0.4] * 9, **still)], caplog)
     assert message.startswith("iteration 7: the gradient was 0 for 5 iterations: nothing is learned")
@@ -144,7 +148,8 @@ def test_every_run_is_watched(tmp_path):
 
 
 def test_a_run_that_begins_on_its_reference_is_not_far_from_it(tmp_path, caplog):
-    """However far its first update goes: the mean over the steps was taken for the start, "0.12 nats a token away"."""
+    """However far its first update goes: the mean over the steps was taken for the start, "0.12
+    nats a token away"."""
     from small_runs import small_config
 
     from torchrl_llm.runs import build_run

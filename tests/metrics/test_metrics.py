@@ -11,7 +11,8 @@ from torchrl_llm.metrics import Timer, credit_metrics, rollout_metrics, wilson_i
 
 @pytest.fixture
 def rows() -> TensorDict:
-    """Two conversations: one won in the second turn, one cut in its first; the padding holds rubbish."""
+    """Two conversations: one won in the second turn, one cut in its first; the padding holds
+    rubbish."""
     yes, no = True, False
     return TensorDict(
         tokens=torch.arange(12).view(2, 6),
@@ -80,7 +81,8 @@ class TestCreditMetrics:
         assert math.isnan(figures["credit/top_percent"])
 
     def test_how_the_credit_is_spread(self):
-        """Of 150 action tokens the hundredth is two: 3 and 2 of a sum of 3 + 2 + 148 / 4. What is no action does not count."""
+        """Of 150 action tokens the hundredth is two: 3 and 2 of a sum of 3 + 2 + 148 / 4. What is
+        no action does not count."""
         advantage = torch.full((2, 80), 0.25)
         advantage[0, 7], advantage[1, 8] = -3.0, 2.0
         turn_ids = torch.zeros(2, 80, dtype=torch.int64)
@@ -95,7 +97,8 @@ class TestCreditMetrics:
         }
 
     def test_states(self):
-        """Of five turns with a token three are valued; two are alone, and the others have company of 1, 1 and 4."""
+        """Of five turns with a token three are valued; two are alone, and the others have company
+        of 1, 1 and 4."""
         turn_ids = torch.tensor([[-1, 0, 1, 2], [-1, 0, -1, 1]])
         nan = float("nan")
         turn = {
@@ -109,7 +112,8 @@ class TestCreditMetrics:
 
 
 class TestWilsonInterval:
-    # Newcombe (1998), Statistics in Medicine 17, Table I: method 3 (Wilson, no continuity correction).
+    # Newcombe (1998), Statistics in Medicine 17, Table I: method 3 (Wilson, no continuity
+    # correction).
     @pytest.mark.parametrize(
         ("successes", "trials", "low", "high"),
         [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],

@@ -66,7 +66,8 @@ def rows_of(batch):
 
 
 def gaps_of(policy, model, batch):
-    """Absolute differences of the policy's log-probs and the scorer's, one for each sampled token."""
+    """Absolute differences of the policy's log-probs and the scorer's, one for each sampled
+    token."""
     policy(batch)
     rows = rows_of(batch)
     scorer = TokenScorer(model, policy.sampling, truncate=policy.sampling.truncates)

@@ -47,7 +47,8 @@ class TestLoadActorCritic:
     def test_reference_is_the_base_exactly_and_stays_it(self, lora):
         expected = TokenScorer(make_model())(make_rows())["log_prob"].detach()
         models = load_actor_critic(make_model(), lora=lora, critic=True, reference=True)
-        assert torch.equal(models.actor(make_rows())["log_prob"].detach(), expected)  # LoRA starts at zero
+        # LoRA starts at zero
+        assert torch.equal(models.actor(make_rows())["log_prob"].detach(), expected)
         perturb(models)
         assert not torch.allclose(models.actor(make_rows())["log_prob"], expected)
         reference = models.reference(make_rows())["log_prob"]
@@ -82,7 +83,8 @@ class TestLoadActorCritic:
             assert torch.equal(grad, mine[i])
 
     def test_weights_that_train_do_not_depend_on_the_file_they_came_from(self, tmp_path):
-        """safetensors maps it into memory: writing over it in place took trained weights back to those of the file."""
+        """safetensors maps it into memory: writing over it in place took trained weights back to
+        those of the file."""
         for file in Path(tiny_model_path()).iterdir():
             shutil.copy(file, tmp_path)
         models = load_actor_critic(tmp_path, critic=True, reference=True)

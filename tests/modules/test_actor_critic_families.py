@@ -24,7 +24,8 @@ def make_mixture() -> MixtralForCausalLM:
 
 
 class TestMixtureOfExperts:
-    """``all-linear`` adapts the experts' stacked parameters too, by one PEFT layer inside another."""
+    """``all-linear`` adapts the experts' stacked parameters too, by one PEFT layer inside
+    another."""
 
     @pytest.fixture
     def models(self):

@@ -1,4 +1,5 @@
-"""load_actor_critic with less memory: half precision over master weights, a quantized base, a base that is offloaded."""
+"""load_actor_critic with less memory: half precision over master weights, a quantized base, a base
+that is offloaded."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class TestMasterWeights:
         assert all(x.equal(models.model.state_dict()[name]) for name, x in make_model().state_dict().items())
 
     def test_they_are_widened_on_their_device(self, tmp_path):
-        """Each process of a machine would hold a float32 copy on the host; until then they share the mapped file."""
+        """Each process of a machine would hold a float32 copy on the host; until then they share
+        the mapped file."""
         make_model().bfloat16().save_pretrained(tmp_path)
 
         class Casts(TorchDispatchMode):

@@ -1,4 +1,5 @@
-"""use_adapter, gradient checkpointing, load_actor_critic and its files, on random tiny Qwen2 models."""
+"""use_adapter, gradient checkpointing, load_actor_critic and its files, on random tiny Qwen2
+models."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ class TestUseAdapter:
         (outputs("actor") + 4 * outputs("critic")).backward()
         combined = gradients(model)
         for parameter, grad in combined.items():
-            # A power of two: the norms compute in float32, and any other factor would round differently there.
+            # A power of two: the norms compute in float32, and any other factor would round
+            # differently there.
             name, factor = ("actor", 1) if ".actor." in parameter else ("critic", 4)
             assert grad.abs().max() > 0
             torch.testing.assert_close(grad, factor * expected[name][parameter], rtol=1e-12, atol=1e-15)
@@ -133,7 +135,8 @@ class TestUseAdapter:
             assert not torch.allclose(lm_logits(model, hidden_states(model, ids)), base)
 
     def test_an_adapter_with_modules_of_its_own(self):
-        # The other adapter has no copy of the head and no trained tokens: such modules refuse its name.
+        # The other adapter has no copy of the head and no trained tokens: such modules refuse its
+        # name.
         model = get_peft_model(
             tiny_qwen2(tie_word_embeddings=False),
             LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
@@ -214,7 +217,8 @@ class TestGradientCheckpointing:
 
 @pytest.mark.host  # compares the products of its autocast, and what they keep
 def test_autocast_is_not_undone_by_casts_to_float32():
-    """PEFT casts the inputs of adapters to float32, and autocast back: the same results, at a cost."""
+    """PEFT casts the inputs of adapters to float32, and autocast back: the same results, at a
+    cost."""
     results, kept = [], []
     for cast in (True, False):
         lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)

@@ -1,4 +1,5 @@
-"""LoRA whose products with the frozen weights are in bfloat16: what it computes, how far it is off, and where it is refused."""
+"""LoRA whose products with the frozen weights are in bfloat16: what it computes, how far it is off,
+and where it is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def gradient(models, rows):
 
 class TestValues:
     def test_of_a_layer_are_lora_on_a_rounded_weight(self):
-        """But for the rounding of inputs and products to 8 bits, with and without adapter, forward and backward."""
+        """But for the rounding of inputs and products to 8 bits, with and without adapter, forward
+        and backward."""
         layer, plain = (adapter_layers(load(products).model)[0] for products in ("bfloat16", None))
         for adapters in (True, False):
             results = []
@@ -83,7 +85,8 @@ class TestValues:
             assert torch.equal(*(part.actor(rows.clone())[keys.LOG_PROB] for part in (each, expected)))
 
     def test_the_sampler_computes_alike(self):
-        """It fuses adapters of small models into their weights otherwise, which would be another computation."""
+        """It fuses adapters of small models into their weights otherwise, which would be another
+        computation."""
         models = load("bfloat16")
         tokenizer, sampling = load_tiny_tokenizer(), SamplingConfig(max_output_tokens=4, stop_ids=())
         policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter)

@@ -1,4 +1,5 @@
-"""HFPolicy against ``model.generate``, teacher-forced forwards and exact probabilities, on random tiny models."""
+"""HFPolicy against ``model.generate``, teacher-forced forwards and exact probabilities, on random
+tiny models."""
 
 from __future__ import annotations
 

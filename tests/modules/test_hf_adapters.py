@@ -38,7 +38,8 @@ class TestAdapters:
         assert play(make_policy(merged), self.rows)[0] == with_actor[0]
 
     def test_its_fingerprint_is_that_of_the_weights_it_samples_with(self, model):
-        """As an opponent, the start of a run stays who it is while another adapter on its model learns."""
+        """As an opponent, the start of a run stays who it is while another adapter on its model
+        learns."""
         base, actor = make_policy(model), make_policy(model, adapter="actor")
         before = base.fingerprint(), actor.fingerprint()
         assert before[0] == make_policy(make_model()).fingerprint() != before[1]
@@ -126,7 +127,8 @@ class TestAdapters:
         layer.lora_B["actor"].weight.data.fill_(2.0**-13)
         with torch.no_grad():
             ((_, _, _, plain),) = FusedLora(model, adapter="actor")._places
-            x = torch.tensor([[-1.0, 1.0] * 4], dtype=torch.bfloat16)  # which the weights alone sum up to 0
+            # which the weights alone sum up to 0
+            x = torch.tensor([[-1.0, 1.0] * 4], dtype=torch.bfloat16)
             assert plain(x).tolist() == layer(x).tolist() == [[2.0**-10] * 4]
 
     def test_half_precision_samples_with_the_adapter_within_the_parity_bound(self, model):

@@ -1,4 +1,5 @@
-"""What HFPolicy keeps between turns: contexts, shared and reused, but nothing that changes an answer."""
+"""What HFPolicy keeps between turns: contexts, shared and reused, but nothing that changes an
+answer."""
 
 from __future__ import annotations
 
@@ -142,7 +143,8 @@ class TestSharing:
         model = make_model()
         policy, row = make_policy(model), random_rows([40])[0]
         ids, _ = play(policy, [row, [5]])
-        rows = [[], row + ids[0] + [8, 9]]  # the last token of a response was never fed to the model
+        # the last token of a response was never fed to the model
+        rows = [[], row + ids[0] + [8, 9]]
         same(play(policy, rows, turn=1), play(make_policy(model), rows, turn=1))
 
     def test_only_new_tokens_are_computed_and_long_prompts_apart_from_short_ones(self, counted):

@@ -1,7 +1,9 @@
-"""HFPolicy with ``compile_decode``: the compiled forward of a sampled token computes what the one without the compiler does.
+"""HFPolicy with ``compile_decode``: the compiled forward of a sampled token computes what the one
+without the compiler does.
 
-Most tests trace the forward as PyTorch's compiler does and run the trace as it is, without generating code: that takes seconds a
-graph, and finds what tracing gets wrong (constants, shapes, writes to the cache). One generates code.
+Most tests trace the forward as PyTorch's compiler does and run the trace as it is, without
+generating code: that takes seconds a graph, and finds what tracing gets wrong (constants, shapes,
+writes to the cache). One generates code.
 """
 
 from __future__ import annotations
@@ -102,7 +104,8 @@ class TestEquality:
     )
     def test_ids_and_log_probs_are_those_without_it(self, name, graphs):
         model = MODELS[name]()
-        # Products that round their factors to bfloat16 make a step of it of a difference in the last bit.
+        # Products that round their factors to bfloat16 make a step of it of a difference in the
+        # last bit.
         atol = 1e-2 if "bfloat16" in name else 1e-4
         adapter = "actor" if hasattr(model, "peft_config") else None
         plain, compiled = (make_policy(model, adapter=adapter, compile_decode=each, **SHORT) for each in (False, True))

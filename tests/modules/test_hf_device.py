@@ -1,4 +1,5 @@
-"""What sampling with HFPolicy asks of a GPU: how often it waits for one. On the pretended device."""
+"""What sampling with HFPolicy asks of a GPU: how often it waits for one. On the pretended
+device."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ pytestmark = pytest.mark.host  # which pretends a GPU of its own
 
 
 def waits_of_a_turn(width, **options):
-    """Waits of a turn of ``width`` tokens, none of which ends a response, and of what is set up once, none."""
+    """Waits of a turn of ``width`` tokens, none of which ends a response, and of what is set up
+    once, none."""
     with pretended_gpu() as gpu:
         # Stop ids are held back up to the last token, so no row is taken out of the batch.
         options = {"max_output_tokens": width, "min_output_tokens": width, "stop_ids": (2, 3, 4)} | options

@@ -1,4 +1,5 @@
-"""The head while sampling: packed where it is large and plain, and the same function of its inputs either way."""
+"""The head while sampling: packed where it is large and plain, and the same function of its inputs
+either way."""
 
 from __future__ import annotations
 

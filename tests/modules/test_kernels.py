@@ -1,4 +1,5 @@
-"""Which attention kernels PyTorch may choose from in an update and while sampling: never cuDNN's."""
+"""Which attention kernels PyTorch may choose from in an update and while sampling: never
+cuDNN's."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from torchrl_llm.testing.pretended_gpu import pretended_gpu
 
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[bool, bool]]:
-    """Of each attention call, whether it had a mask, and whether cuDNN's kernel was among those that PyTorch chooses from."""
+    """Of each attention call, whether it had a mask, and whether cuDNN's kernel was among those
+    that PyTorch chooses from."""
     found = []
     attention = F.scaled_dot_product_attention
 
@@ -66,7 +68,8 @@ class TestCalls:
 
 @pytest.mark.host  # which pretends a GPU of its own
 class TestOnGPUs:
-    """cuDNN's kernel would be taken without :func:`attention_kernels`; grouped heads in float32 would be left to "math"."""
+    """cuDNN's kernel would be taken without :func:`attention_kernels`; grouped heads in float32
+    would be left to "math"."""
 
     @pytest.mark.parametrize(
         ("dtype", "autocast", "kernels"),

@@ -12,7 +12,8 @@ from torchrl_llm.modules.prefixes import common_prefix
 
 
 def states(positions, *, heads=2, dim=3):
-    """Keys that say their own position, and values that say head + 10 * position; ``[n, heads, q, dim]``."""
+    """Keys that say their own position, and values that say head + 10 * position;
+    ``[n, heads, q, dim]``."""
     keys = positions[:, None, :, None].float().expand(-1, heads, -1, dim)
     return keys, torch.arange(heads).view(1, -1, 1, 1) + 10 * keys
 

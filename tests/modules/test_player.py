@@ -1,4 +1,5 @@
-"""PlayerPolicy: chance that belongs to the turn, answers that are whole, and the same episodes under every collector."""
+"""PlayerPolicy: chance that belongs to the turn, answers that are whole, and the same episodes
+under every collector."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from torchrl_llm.modules.policy import Generation, SamplingConfig, TurnPolicy, T
 
 
 class Counter(TurnPolicy):
-    """Answers with 1 + slot, as often as the prompt is long (at most 4 times), and remembers how it was asked."""
+    """Answers with 1 + slot, as often as the prompt is long (at most 4 times), and remembers how it
+    was asked."""
 
     def __init__(self, **options):
         super().__init__(SamplingConfig(max_output_tokens=4), **options)

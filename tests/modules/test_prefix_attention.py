@@ -1,4 +1,5 @@
-"""Forwards that compute shared prefixes once, against plain rows: values, gradients, families of models, what is refused."""
+"""Forwards that compute shared prefixes once, against plain rows: values, gradients, families of
+models, what is refused."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def shared(model) -> Free:
 
 
 def make_rows(seed: int = 0, *, batch: int = 9, length: int = 26) -> TensorDict:
-    """Rows that fork at random places from the rows before them, with random lengths and turns of their own."""
+    """Rows that fork at random places from the rows before them, with random lengths and turns of
+    their own."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, VOCABULARY, (batch, length), generator=generator)
     lengths = torch.randint(4, length + 1, (batch,), generator=generator)
@@ -119,7 +121,8 @@ class TestScores:
         assert_same(tree, plain, 1e-10)
 
     def test_stop_ids_are_held_back_by_the_turns_of_each_row(self, exact_norms):
-        """Rows of the same tokens and other turns: at one token the stop ids are excluded in the one, and not in the other."""
+        """Rows of the same tokens and other turns: at one token the stop ids are excluded in the
+        one, and not in the other."""
         model, rows = make_model(), make_rows()
         rows["tokens"][1] = rows["tokens"][0]
         rows["attention_mask"][:2] = True
@@ -158,7 +161,8 @@ class TestScores:
         assert_same([reference(rows.clone())["log_prob"]], [plain], 1e-10)
 
     def test_segments_share_too(self, exact_norms):
-        """A gap starts a segment, whose first tokens may be those of the row's first segment: the system prompt."""
+        """A gap starts a segment, whose first tokens may be those of the row's first segment: the
+        system prompt."""
         model, rows = make_model(), make_rows(batch=3)
         rows["attention_mask"][:] = torch.arange(26) != 12
         rows["tokens"][:, 13:18] = rows["tokens"][:, :5]
@@ -196,7 +200,8 @@ class TestValues:
 class TestLosses:
     @pytest.mark.parametrize("max_tokens", [30, 40, 10**6])
     def test_the_gradient_does_not_depend_on_the_split(self, exact_norms, max_tokens):
-        """LLMPPO on micro-batches of shared prefixes, rows in another order and padded, against one batch of plain rows."""
+        """LLMPPO on micro-batches of shared prefixes, rows in another order and padded, against one
+        batch of plain rows."""
         model, rows = make_model(), make_rows(5)
         sharing = shared(model)
         actor, critic = TokenScorer(model, entropy=True), TurnCritic(copy.deepcopy(model.model))
@@ -362,7 +367,8 @@ class TestLoad:
         assert models.actor.prefixes is models.critic.prefixes is None
 
     def test_files_and_copies(self, tmp_path):
-        """The name of the attention is this library's: files for others must not have it, copies in this process must."""
+        """The name of the attention is this library's: files for others must not have it, copies in
+        this process must."""
         model = make_model(torch.float32)
         sharing = shared(model)
         model.save_pretrained(tmp_path)

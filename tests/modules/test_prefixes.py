@@ -20,7 +20,8 @@ def batches(draw, max_rows: int = 9):
     """Rows over two or three ids, so that many prefixes are shared."""
     rows = draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=max_rows))
     width = max(map(len, rows)) + draw(st.integers(0, 2))
-    tokens = np.array([row + [7] * (width - len(row)) for row in rows])  # 7: what stands in the padding must not matter
+    # 7: what stands in the padding must not matter
+    tokens = np.array([row + [7] * (width - len(row)) for row in rows])
     return tokens, np.array([len(row) for row in rows])
 
 
@@ -41,7 +42,8 @@ class TestPlan:
             assert (plan.positions[places[:end]] == np.arange(end)).all()
         first = 0
         for stage in plan.stages:
-            # The keys of each prefix are its own tokens from column 0 on, the last of them its places in this stage.
+            # The keys of each prefix are its own tokens from column 0 on, the last of them its
+            # places in this stage.
             own = stage.keys[:, stage.start :]
             assert own.ravel().tolist() == list(range(first, first := first + own.size))
             assert (plan.positions[stage.keys] == np.arange(stage.start + stage.width)).all()
@@ -104,7 +106,8 @@ FORKS_AND_ENDS = (
     ),
     np.array([6, 2, 2, 5, 5, 6]),
 )
-"""A cut at column 3, where none of them forks or ends, would be cheaper by 0.3 %: the later stage would have less to attend to."""
+"""A cut at column 3, where none of them forks or ends, would be cheaper by 0.3 %: the later stage
+would have less to attend to."""
 
 
 class TestCuts:
@@ -112,7 +115,8 @@ class TestCuts:
     @example(FORKS_AND_ENDS, COSTS[1])
     @settings(deadline=None)
     def test_nodes_cost_and_optimum(self, batch, cost):
-        """The nodes by counting prefixes, and no other choice of cuts where rows fork or end is cheaper (by trying all)."""
+        """The nodes by counting prefixes, and no other choice of cuts where rows fork or end is
+        cheaper (by trying all)."""
         tokens, ends = batch
         rows = SortedRows.of(tokens, ends)
         cuts = choose_cuts(rows.ends, rows.shared, cost)
@@ -152,7 +156,8 @@ class TestMany:
                 assert plan.positions[places[:end]].tolist() == list(range(end))
 
     def test_a_chain_of_prefixes_takes_no_memory_that_grows_with_its_square(self):
-        """4,000 rows, each the beginning of the next: the table of all their columns had 128 MB, three times."""
+        """4,000 rows, each the beginning of the next: the table of all their columns had 128 MB,
+        three times."""
         ends = np.arange(100, 4100)
         shared = np.append(ends[:-1], 0)
         tracemalloc.start()
@@ -183,7 +188,8 @@ class TestPack:
 
     @pytest.mark.parametrize("length", [3700, 4096, 4161, 6000])
     def test_rows_of_about_the_bound_keep_what_they_share(self, length):
-        """Eight rows that differ in their last 50 tokens: the eighth of them was a forward of its own from 3,800 tokens on."""
+        """Eight rows that differ in their last 50 tokens: the eighth of them was a forward of its
+        own from 3,800 tokens on."""
         cost = PrefixCost(stage=100, context=2e-3, key=0.06)
         rows = np.tile(np.arange(length), (8, 1))
         rows[:, -50:] += np.arange(8)[:, None]

@@ -1,4 +1,5 @@
-"""No forward is random: dropout, layer drop and jitter are off, and checkpointing repeats what it recomputes."""
+"""No forward is random: dropout, layer drop and jitter are off, and checkpointing repeats what it
+recomputes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""SamplingProcessor against formulas written out in numpy; draw and turn_noise against their laws."""
+"""SamplingProcessor against formulas written out in numpy; draw and turn_noise against their
+laws."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ class TestDraw:
         ids, _ = draw(logits.expand(len(uniform), -1), uniform)
         expected = logits.double().softmax(-1) * len(uniform)
         statistic = ((ids.bincount(minlength=5) - expected) ** 2 / expected).sum()
-        assert torch.special.gammaincc(torch.tensor(4 / 2.0), statistic.float() / 2) > 1e-3  # chi-square, 4 degrees
+        # chi-square, 4 degrees
+        assert torch.special.gammaincc(torch.tensor(4 / 2.0), statistic.float() / 2) > 1e-3
 
     def test_nan_logits_give_a_nan_log_prob(self):
         _, log_probs = draw(torch.full((1, 3), torch.nan), torch.tensor([0.5], dtype=torch.float64))
@@ -115,7 +117,8 @@ class TestDraw:
 
     @pytest.mark.parametrize("greedy", [False, True])
     def test_large_vocabularies_are_drawn_from_in_blocks_of_rows(self, greedy):
-        # Fresh arrays of all rows cost more than the draw: the allocator returns them to the system after every token.
+        # Fresh arrays of all rows cost more than the draw: the allocator returns them to the system
+        # after every token.
         logits = torch.randn(8, 2**17, generator=torch.Generator().manual_seed(0))
         uniform = turn_noise(seed=0, episode_id=range(8), turn=[0] * 8, width=1).flatten()
         sample = (lambda x, _: likeliest(x)) if greedy else draw

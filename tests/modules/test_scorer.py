@@ -28,7 +28,8 @@ from torchrl_llm.modules.scorer import TokenScorer, entropy_of
 
 
 def make_rows(batch: int = 5, length: int = 30, seed: int = 0) -> TensorDict:
-    """Random conversations: prompt, then turns of 2 to 5 action tokens with feedback of 0 to 3 tokens in between."""
+    """Random conversations: prompt, then turns of 2 to 5 action tokens with feedback of 0 to 3
+    tokens in between."""
     generator = torch.Generator().manual_seed(seed)
 
     def integer(low, high):
@@ -54,7 +55,8 @@ def make_rows(batch: int = 5, length: int = 30, seed: int = 0) -> TensorDict:
 
 
 def naive_log_softmax(model, rows, temperature: float = 1.0) -> torch.Tensor:
-    """Row by row without padding, all logits, ``[B, L, V]``: index i is the distribution of token i."""
+    """Row by row without padding, all logits, ``[B, L, V]``: index i is the distribution of token
+    i."""
     batch, length = rows["tokens"].shape
     out = torch.zeros(batch, length, VOCABULARY, dtype=torch.float64)
     for row in range(batch):
@@ -265,13 +267,15 @@ def make_moving_rope(kind: str):
     cls, config, rope = ROPES[kind]
     length = 32 if kind == "dynamic" else 128
     rope = rope | {"original_max_position_embeddings": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}  # of 16 numbers each, which 8 factors are for
+    # of 16 numbers each, which 8 factors are for
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     fields = heads | {"original_max_position_embeddings": 32, "max_position_embeddings": length}
     return make_model(torch.float32, cls, config, rope_parameters=rope, **fields)
 
 
 def make_long_rows() -> TensorDict:
-    """Rows of 20 to 90 tokens with an action in the middle and one at the end; the 32nd token is an action of two rows."""
+    """Rows of 20 to 90 tokens with an action in the middle and one at the end; the 32nd token is an
+    action of two rows."""
     lengths = torch.tensor([20, 90, 33, 32, 60])
     tokens = torch.randint(1, VOCABULARY, (5, 90), generator=torch.Generator().manual_seed(0))
     turn_ids = torch.full_like(tokens, -1)
@@ -284,7 +288,8 @@ def make_long_rows() -> TensorDict:
 
 @pytest.mark.parametrize("kind", ROPES)
 class TestMovingRope:
-    """Rotary frequencies that depend on the length of the input: of a row's own length, whatever it is batched with."""
+    """Rotary frequencies that depend on the length of the input: of a row's own length, whatever it
+    is batched with."""
 
     def test_a_row_is_scored_as_if_it_were_alone(self, kind):
         model, rows = make_moving_rope(kind), make_long_rows()

@@ -16,7 +16,8 @@ ROWS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1,
 
 
 def laid_out(rows):
-    """The mask of rows of segments of the given lengths, and the ids of the segments' tokens, counted through."""
+    """The mask of rows of segments of the given lengths, and the ids of the segments' tokens,
+    counted through."""
     width = max(sum(row) + len(row) - 1 for row in rows) + 1
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
     ids, count = torch.full((len(rows), width), -1), 0

@@ -1,4 +1,5 @@
-"""Attention of a stage in pieces: blocks of queries, a few prefixes at a time, copies that no backward keeps."""
+"""Attention of a stage in pieces: blocks of queries, a few prefixes at a time, copies that no
+backward keeps."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ class TestLongRows:
 
 class TestCopies:
     def test_a_backward_keeps_none_of_them(self):
-        """They were most of what rows with a long common prefix kept: keys and values of the whole prefix, once for each row."""
+        """They were most of what rows with a long common prefix kept: keys and values of the whole
+        prefix, once for each row."""
         model, rows = make_model(torch.float32), make_rows()
         out = TokenScorer(model, prefixes=shared(model))(rows)["log_prob"].sum()
         nodes, kept = [out.grad_fn], []

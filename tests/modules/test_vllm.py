@@ -1,4 +1,5 @@
-"""VLLMPolicy over a real engine, against the scorer, HFPolicy and exact probabilities. Needs vLLM."""
+"""VLLMPolicy over a real engine, against the scorer, HFPolicy and exact probabilities. Needs
+vLLM."""
 
 from __future__ import annotations
 
@@ -234,7 +235,8 @@ class TestSingleTurns:
 
     @staticmethod
     def spoil(monkeypatch, policy, slot, times, value):
-        """The engine gives the last token of a slot's first ``times`` responses a log-prob that is not finite."""
+        """The engine gives the last token of a slot's first ``times`` responses a log-prob that is
+        not finite."""
         engine, left = policy.llm.llm_engine, [times]
         step = engine.step
 
@@ -299,7 +301,8 @@ class TestSingleTurns:
         with second.exclusive():
             while second.llm.llm_engine.has_unfinished_requests():
                 second.step()
-        # One at a time is meant to have turns in it: what the second took is lost to the first, and waited for by nobody.
+        # One at a time is meant to have turns in it: what the second took is lost to the first, and
+        # waited for by nobody.
         with pytest.raises(EngineError, match="another policy or caller has taken its steps"):
             finish(first)
         first.cancel()

@@ -1,4 +1,5 @@
-"""VLLMPolicy with engines of its own: other dtypes and processes, deaths, what a start leaves behind. Needs vLLM."""
+"""VLLMPolicy with engines of its own: other dtypes and processes, deaths, what a start leaves
+behind. Needs vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The files that weights are handed to an engine in, and what is done before it wakes; no engine is needed."""
+"""The files that weights are handed to an engine in, and what is done before it wakes; no engine is
+needed."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ class TestSharedFile:
 
 
 class Sleeper:
-    """Stands for a vLLM engine that sleeps: notes what happens, and how often PyTorch has given memory back by then."""
+    """Stands for a vLLM engine that sleeps: notes what happens, and how often PyTorch has given
+    memory back by then."""
 
     def __init__(self, gpu):
         self.gpu, self.events = gpu, []

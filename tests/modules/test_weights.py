@@ -1,4 +1,5 @@
-"""Weights on disk: what is written, what is read back, and LoRA settings that differ, on random tiny Qwen2 models."""
+"""Weights on disk: what is written, what is read back, and LoRA settings that differ, on random
+tiny Qwen2 models."""
 
 from __future__ import annotations
 
@@ -229,7 +230,8 @@ class TestFilesThatAreWrong:
         load_actor_critic(make_model(num_hidden_layers=layers), lora=make_lora()).save_pretrained(tmp_path)
         models = make(make_lora(r=r))
         before = logits(models)
-        if layers == 1 and r == 6:  # an adapter of the first layer alone is a legitimate thing to merge
+        # an adapter of the first layer alone is a legitimate thing to merge
+        if layers == 1 and r == 6:
             models.load_pretrained(tmp_path, merge_lora_configs=True)
             return
         with pytest.raises(AdapterError, match="another base model"):
@@ -264,7 +266,8 @@ class TestOtherSettings:
         [
             ({"r": 2}, {"r": 8, "lora_alpha": 32}),  # the checkpoint is smaller
             ({"r": 8, "lora_alpha": 32}, {"r": 2}),  # the live one is
-            ({"target_modules": ["q_proj"]}, {"target_modules": ["down_proj", "v_proj"]}),  # disjoint
+            # disjoint
+            ({"target_modules": ["q_proj"]}, {"target_modules": ["down_proj", "v_proj"]}),
             ({"use_rslora": True}, {"r": 6}),
             ({"rank_pattern": {"v_proj": 7}, "alpha_pattern": {r"layers\.0.*q_proj": 3}}, {}),
             ({}, {"rank_pattern": {"v_proj": 7}, "alpha_pattern": {"q_proj": 3}}),
@@ -341,7 +344,8 @@ class TestOtherSettings:
         for adapter in ("actor", "critic"):
             factors = {n: p for n, p in parameters.items() if f"lora_B.{adapter}." in n}
             assert len(factors) == 4
-            assert all((p.grad.abs().amax(0) > 0).all() for p in factors.values())  # each column of each B
+            # each column of each B
+            assert all((p.grad.abs().amax(0) > 0).all() for p in factors.values())
         assert not any(p.requires_grad for n, p in parameters.items() if ".reference." in n)
         assert {id(p) for p in models.actor_parameters()} == {id(p) for n, p in parameters.items() if ".actor." in n}
 
@@ -398,7 +402,8 @@ class TestOtherSettings:
         assert len(source.ranks) == 4
 
     def test_adapters_of_another_library(self, tmp_path):
-        # Such files have trained dropout, a task type and other tools' keys; none of it changes the function.
+        # Such files have trained dropout, a task type and other tools' keys; none of it changes the
+        # function.
         trained = make(make_lora())
         trained.save_pretrained(tmp_path)
         file = tmp_path / "actor" / "adapter_config.json"

@@ -1,4 +1,5 @@
-"""Random tiny Qwen2 models, rows and noise, which the tests of load_actor_critic and of its files share."""
+"""Random tiny Qwen2 models, rows and noise, which the tests of load_actor_critic and of its files
+share."""
 
 from __future__ import annotations
 

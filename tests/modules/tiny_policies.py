@@ -1,4 +1,5 @@
-"""HFPolicy over random tiny models of any family, which its tests share: prompts, and what it answers to them."""
+"""HFPolicy over random tiny models of any family, which its tests share: prompts, and what it
+answers to them."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def random_rows(lengths, seed=0):
 def batch_of(rows, *, turn=0, episodes=None):
     """A batch of prompts; an empty row is an idle slot."""
     lengths = torch.tensor([[len(row)] for row in rows])
-    prompt = torch.full((len(rows), max(int(lengths.max()), 1)), 7)  # padding that looks like any other token
+    # padding that looks like any other token
+    prompt = torch.full((len(rows), max(int(lengths.max()), 1)), 7)
     for i, row in enumerate(rows):
         prompt[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
     return TensorDict(

@@ -1,6 +1,7 @@
 """What is biased, and by how much: :data:`BIASES`, the table of docs/credit.md.
 
-The figures are of one game and one policy: they show that a bias is there and how it acts, not how large it is elsewhere.
+The figures are of one game and one policy: they show that a bias is there and how it acts, not how
+large it is elsewhere.
 
 ``python tests/objectives/biases.py`` prints the table.
 """
@@ -94,7 +95,8 @@ def published(estimator: type, scale: str, mdp: EnumerableMDP = WALK, size: int 
 
 
 def gigpo(scale: str) -> Measure:
-    """Against twice the true gradient, for the advantages of the episode and of the turn are added."""
+    """Against twice the true gradient, for the advantages of the episode and of the turn are
+    added."""
     return published(GiGPO, scale, factor=2.0)
 
 
@@ -111,7 +113,8 @@ def over_two_groups(**options: object) -> Measure:
 
 
 def after_steps(kind: type[LLMReinforceLoss] = LLMReinforceLoss, **options: object) -> Measure:
-    """Episodes of the policy, and the gradient further up along the true one, where tokens have moved by 0.05 nats (KL)."""
+    """Episodes of the policy, and the gradient further up along the true one, where tokens have
+    moved by 0.05 nats (KL)."""
 
     def measure(study: Study) -> tuple[Tensor, Tensor]:
         rows, chance = study.rows(WHOLE), WHOLE.log_probability(study.actor).exp().detach()
@@ -192,7 +195,8 @@ BIASES = {
 
 
 def bias_table(policies: int = 8) -> str:
-    """The measured biases as a table in Markdown: of the policy of the tests, and the range over several policies."""
+    """The measured biases as a table in Markdown: of the policy of the tests, and the range over
+    several policies."""
     lines = [
         f"| choice | cosine | size | relative error | cosine, {policies} policies: least / median / most |",
         "|---|---|---|---|---|",

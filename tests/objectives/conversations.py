@@ -39,7 +39,8 @@ def layouts(draw, max_rows: int = 4, max_turns: int = 5):
 def make_rows(layout, seed: int = 0, group_size: int = 1) -> TensorDict:
     """Rows in float64 from a layout; every figure off its mask is NaN, so that nobody may read it.
 
-    Some turns earn 0, and some episodes nothing at all. A group has one task: its conversations begin with the same context.
+    Some turns earn 0, and some episodes nothing at all. A group has one task: its conversations
+    begin with the same context.
     """
     generator = torch.Generator().manual_seed(seed)
     rows, group_id = len(layout), torch.arange(len(layout)) // group_size
@@ -106,7 +107,8 @@ LAYOUT = [
 
 
 def turns_of(rows) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Rewards, turn mask and turn ids of rows, which turns have tokens, and how many turns there are."""
+    """Rewards, turn mask and turn ids of rows, which turns have tokens, and how many turns there
+    are."""
     turn, ids = rows["turn"], rows["turn_ids"]
     return turn["reward"], turn["mask"], ids, F.turn_lengths(ids, turn["mask"].shape[1]) > 0, turn["mask"].shape[1]
 
@@ -119,7 +121,8 @@ def tokens_of(ids: Tensor, row: int, turn: int) -> list[int]:
 class LanguageModel(nn.Module):
     """A GPT-2 with a head: token log-probs and entropy, or values, in the frame of the rows.
 
-    GPT-2, because it is float64 all through; Qwen2 and Llama take norms, rotations and the softmax in float32.
+    GPT-2, because it is float64 all through; Qwen2 and Llama take norms, rotations and the softmax
+    in float32.
     """
 
     def __init__(self, outputs: int, seed: int) -> None:
@@ -174,7 +177,8 @@ def make_critic(seed: int = 2) -> TensorDictModule:
 
 
 def table_actor() -> TensorDictModule:
-    """Takes its log-probs from the rows' ``"theta"``: its gradient is the loss's; the entropy is ``-theta / 2``."""
+    """Takes its log-probs from the rows' ``"theta"``: its gradient is the loss's; the entropy is
+    ``-theta / 2``."""
     return TensorDictModule(lambda x: (x, -x / 2), in_keys=["theta"], out_keys=["log_prob", "entropy"])
 
 

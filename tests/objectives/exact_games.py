@@ -1,4 +1,5 @@
-"""Games whose episodes can all be listed, and a policy, a reference and a critic for them: what the exact gradients are of."""
+"""Games whose episodes can all be listed, and a policy, a reference and a critic for them: what the
+exact gradients are of."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ LONG = EnumerableMDP(spell, tasks=1)
 
 
 def walk(task: int, said: tuple[tuple[int, ...], ...]) -> Step:
-    """Steps of one letter: 0 goes on, 1 and 2 stay at different costs; so states are met again, at other turns too."""
+    """Steps of one letter: 0 goes on, 1 and 2 stay at different costs; so states are met again, at
+    other turns too."""
     place = sum(each == (0,) for each in said)
     reward = (0.5 + place, -0.5, 0.25)[said[-1][0]] if said else 0.0
     return Step(reward, (place,), 1 if len(said) < 3 else None)
@@ -72,7 +74,8 @@ CLIMB = EnumerableMDP(climb, tasks=1, max_turns=None)
 
 
 def pair(task: int, said: tuple[tuple[int, ...], ...]) -> Step:
-    """Two letters, one a turn: won, for a reward of 1 at the end, by "a" and then not "." (task 0), or by "bb" (task 1)."""
+    """Two letters, one a turn: won, for a reward of 1 at the end, by "a" and then not "." (task 0),
+    or by "bb" (task 1)."""
     won = said == ((1,), (1,)) if task else said[:1] == ((0,),) and said[1:] != ((2,),)
     return Step(float(len(said) == 2 and won), (task,), 1 if len(said) < 2 else None)
 
@@ -82,7 +85,8 @@ PAIR = EnumerableMDP(pair)
 
 
 class Study:
-    """A policy, a reference, a critic that knows nothing of the game, and the losses with the bias options off.
+    """A policy, a reference, a critic that knows nothing of the game, and the losses with the bias
+    options off.
 
     Args:
         seed: of the policy; reference and critic are always the same.
@@ -128,10 +132,11 @@ class Study:
         return mdp.policy_gradient(self.actor, gap)
 
     def at_visited_states(self, mdp: EnumerableMDP, figure: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Gradient of the sum over visited states of a figure of the next-token distribution, the visits held fixed.
+        """Gradient of the sum over visited states of a figure of the next-token distribution, the
+        visits held fixed.
 
-        ``figure`` maps the log-probs of policy and reference ``[n, L, V]`` to ``[n, L]``. Needs no scorer: the whole
-        distributions come from the language models themselves.
+        ``figure`` maps the log-probs of policy and reference ``[n, L, V]`` to ``[n, L]``. Needs no
+        scorer: the whole distributions come from the language models themselves.
         """
         rows = mdp.rows()
         policy, reference = (
@@ -146,13 +151,15 @@ STUDY = Study(0)
 
 
 def prefix_parity(rows: TensorDict) -> Tensor:
-    """Whether the tokens before each turn add up to an even number, ``[B, T]`` int64: a poor state."""
+    """Whether the tokens before each turn add up to an even number, ``[B, T]`` int64: a poor
+    state."""
     before = rows[keys.TOKENS].cumsum(1) - rows[keys.TOKENS]
     return F.turn_first(before, rows[keys.TURN_IDS], rows[keys.TURN_MASK].shape[1]).long() % 2 + 1
 
 
 def graded(mdp: EnumerableMDP, actor: TokenScorer) -> TensorDict:
-    """Rows with a number beside the reward, ``"grade"``: half the first token of each turn, at most 1."""
+    """Rows with a number beside the reward, ``"grade"``: half the first token of each turn, at
+    most 1."""
     rows = mdp.rows(actor)
     first = F.turn_first(rows[keys.TOKENS].double(), rows[keys.TURN_IDS], rows[keys.TURN_MASK].shape[1])
     rows[keys.turn_extra("grade")] = first / 2
@@ -190,10 +197,11 @@ Choice = Callable[[int, int], bool]
 def continued(
     mdp: EnumerableMDP, actor: TokenScorer, count: int | None, choice: Choice = lambda k, n: True
 ) -> Continued:
-    """The game with ``("turn", "sampled_value")``: a row for each episode and all that ``count`` continuations of its chosen states return.
+    """The game with ``("turn", "sampled_value")``: a row for each episode and all that ``count``
+    continuations of its chosen states return.
 
-    A continuation is an episode with the same task and the same tokens before the turn, as probable as it is given these. ``None``
-    stands for any number of them: the value is exact.
+    A continuation is an episode with the same task and the same tokens before the turn, as probable
+    as it is given these. ``None`` stands for any number of them: the value is exact.
     """
     rows, chance = mdp.rows(), mdp.log_probability(actor).exp().tolist()
     to_go = rows[keys.TURN_REWARD].flip(1).cumsum(1).flip(1).tolist()
@@ -231,7 +239,8 @@ def continued(
 
 
 def grown(mdp: EnumerableMDP, actor: TokenScorer, turn: int) -> list[tuple[int, int, bool, float]]:
-    """All trees of a root and one more episode: the two, whether it was continued before ``turn``, and the probability.
+    """All trees of a root and one more episode: the two, whether it was continued before ``turn``,
+    and the probability.
 
     A root that has ended by then has another episode of its task beside it.
     """
@@ -252,7 +261,8 @@ def grown(mdp: EnumerableMDP, actor: TokenScorer, turn: int) -> list[tuple[int, 
 def gradient_of_trees(
     mdp: EnumerableMDP, policy_loss: TurnPolicyLoss, rows: TensorDict, turns: tuple[int, int], *forgotten: str
 ) -> tuple[Tensor, float]:
-    """Expected gradient of groups of two trees that branch at ``turns``, of two episodes each; and the number that it should be multiplied by.
+    """Expected gradient of groups of two trees that branch at ``turns``, of two episodes each; and
+    the number that it should be multiplied by.
 
     Args:
         rows: of ``mdp``, of one task.
@@ -277,7 +287,8 @@ def gradient_of_trees(
 
 
 def gradient_of_one(mdp: EnumerableMDP, policy_loss: TurnPolicyLoss) -> Tensor:
-    """:meth:`EnumerableMDP.expected_gradient` of batches of one episode, at once, for an estimator that compares none."""
+    """:meth:`EnumerableMDP.expected_gradient` of batches of one episode, at once, for an estimator
+    that compares none."""
     rows, chance = mdp.rows().exclude(keys.EPISODE_ID), mdp.log_probability(policy_loss.actor_network).exp().detach()
     rows = write_loss_weights(policy_loss.value_estimator(rows), policy_loss)
     # Each weight is that of one episode of all.
@@ -287,13 +298,16 @@ def gradient_of_one(mdp: EnumerableMDP, policy_loss: TurnPolicyLoss) -> Tensor:
 
 
 def noise(mdp: EnumerableMDP, policy_loss: TurnPolicyLoss, rows: TensorDict) -> float:
-    """Variance of the gradient on one episode, summed over parameters, in units of the squared length of its mean."""
+    """Variance of the gradient on one episode, summed over parameters, in units of the squared
+    length of its mean."""
     chance = mdp.log_probability(policy_loss.actor_network).exp().detach()
     rows = write_loss_weights(policy_loss.value_estimator(rows.exclude(keys.EPISODE_ID)), policy_loss)
-    # A gradient is linear in the advantages of its turns, and equal episodes have equal gradients of turns.
+    # A gradient is linear in the advantages of its turns, and equal episodes have equal gradients
+    # of turns.
     tokens, place = torch.cat([rows[keys.TOKENS], rows[keys.TURN_IDS]], 1).unique(dim=0, return_inverse=True)
     first = [int((place == i).nonzero()[0]) for i in range(len(tokens))]
-    turns = torch.stack([_of_turns(policy_loss.actor_network, rows[i : i + 1]) for i in first])  # [n, T, P]
+    # [n, T, P]
+    turns = torch.stack([_of_turns(policy_loss.actor_network, rows[i : i + 1]) for i in first])
     gradients = torch.einsum("bt,btp->bp", rows[keys.TURN_ADVANTAGE], turns[place])
     mean = chance @ gradients
     return float(chance @ gradients.square().sum(1) / mean.square().sum()) - 1

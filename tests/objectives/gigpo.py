@@ -1,4 +1,5 @@
-"""Group-in-group policy optimization as it was published, to be compared with (Feng et al., 2025, arXiv:2505.10978, eq. 3 to 8)."""
+"""Group-in-group policy optimization as it was published, to be compared with (Feng et al., 2025,
+arXiv:2505.10978, eq. 3 to 8)."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ from torchrl_llm.objectives import GroupRelative
 
 
 class GiGPO(GroupRelative):
-    """The episode's advantage plus that of each turn among the turns of its group with the same observation.
+    """The episode's advantage plus that of each turn among the turns of its group with the same
+    observation.
 
-    The turn's own return is in the mean and the standard deviation that it is compared with, and a turn without company
-    gets no advantage. ``scale="none"`` is the published F_norm = 1.
+    The turn's own return is in the mean and the standard deviation that it is compared with, and a
+    turn without company gets no advantage. ``scale="none"`` is the published F_norm = 1.
     """
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:

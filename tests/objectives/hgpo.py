@@ -1,4 +1,5 @@
-"""Hierarchy-of-groups policy optimization as it was published, to be compared with (He et al., 2026, arXiv:2602.22817)."""
+"""Hierarchy-of-groups policy optimization as it was published, to be compared with (He et al.,
+2026, arXiv:2602.22817)."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ HISTORY = 2
 
 
 class HGPO(GroupRelative):
-    """Each turn among the turns of its group with the same observation, and with the same one or two observations before it.
+    """Each turn among the turns of its group with the same observation, and with the same one or
+    two observations before it.
 
-    The turn's own return is in the mean and the standard deviation (over the number of turns) that it is compared with. The
-    advantages of the depths ``k`` are weighted by ``k + 1``; as in the authors' code, those that are 0 are left out of the weights, and a
-    turn without company gets no advantage. ``scale="none"`` leaves out the division.
+    The turn's own return is in the mean and the standard deviation (over the number of turns) that
+    it is compared with. The advantages of the depths ``k`` are weighted by ``k + 1``; as in the
+    authors' code, those that are 0 are left out of the weights, and a turn without company gets no
+    advantage. ``scale="none"`` leaves out the division.
     """
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:

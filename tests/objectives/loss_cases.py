@@ -1,4 +1,5 @@
-"""Losses in the settings that matter, on tiny real models, and batches for them; tests of the losses share them."""
+"""Losses in the settings that matter, on tiny real models, and batches for them; tests of the
+losses share them."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ ALGORITHMS = {
 
 
 def batch_for(loss: TurnPolicyLoss, part: slice = slice(None)) -> TensorDict:
-    """Six conversations (or part of them) with old log-probs near the model's, and the estimator's figures."""
+    """Six conversations (or part of them) with old log-probs near the model's, and the estimator's
+    figures."""
     rows = make_rows(LAYOUT, group_size=3)
     with torch.no_grad():
         log_prob = loss.actor_network(rows.select(*loss.actor_network.in_keys))["log_prob"]

@@ -1,4 +1,5 @@
-"""Turn-level GRPO as it was published, to be compared with (MT-GRPO, Zeng et al., 2025, arXiv:2505.11821, sec. 4)."""
+"""Turn-level GRPO as it was published, to be compared with (MT-GRPO, Zeng et al., 2025,
+arXiv:2505.11821, sec. 4)."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from torchrl_llm.objectives import GroupRelative
 
 
 class MTGRPO(GroupRelative):
-    """The outcome, the reward of the last turn, compared in the group, for every turn; and for each turn before, its own reward.
+    """The outcome, the reward of the last turn, compared in the group, for every turn; and for each
+    turn before, its own reward.
 
-    A turn's own reward is compared with those of the group at the same turn and credited to that turn only.
-    ``scale="none"`` leaves out the divisions.
+    A turn's own reward is compared with those of the group at the same turn and credited to that
+    turn only. ``scale="none"`` leaves out the divisions.
     """
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:

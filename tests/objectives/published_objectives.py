@@ -1,4 +1,5 @@
-"""Objectives as other systems have them, to be compared with: subclasses that override ``objective``, and none is shipped."""
+"""Objectives as other systems have them, to be compared with: subclasses that override
+``objective``, and none is shipped."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torchrl_llm.objectives import LLMReinforceLoss, ReBN
 
 
 class SAPO(LLMReinforceLoss):
-    """Soft adaptive policy optimization (Gao et al., 2025, arXiv:2511.20347): a sigmoid of the ratio in place of the clip."""
+    """Soft adaptive policy optimization (Gao et al., 2025, arXiv:2511.20347): a sigmoid of the
+    ratio in place of the clip."""
 
     temperatures = 1.0, 1.05
     """Where the advantage is positive, and where it is not."""
@@ -22,7 +24,8 @@ class SAPO(LLMReinforceLoss):
 
 
 class WithRows(LLMReinforceLoss):
-    """Keeps the rows' old log-probs and turn ids, which an objective beyond ratio and advantage reads."""
+    """Keeps the rows' old log-probs and turn ids, which an objective beyond ratio and advantage
+    reads."""
 
     def _old_log_prob(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         old, correction = super()._old_log_prob(tensordict)
@@ -33,7 +36,8 @@ class WithRows(LLMReinforceLoss):
 class DPPO(WithRows):
     """Divergence proximal policy optimization, binary total variation (2026, arXiv:2602.04879).
 
-    A token is masked whose probability, and not ratio, has moved too far the way the advantage asks for.
+    A token is masked whose probability, and not ratio, has moved too far the way the advantage asks
+    for.
     """
 
     bound = 0.2
@@ -62,7 +66,8 @@ class WholeReturn(ReBN):
 
 
 class GMPO(WithRows):
-    """Geometric-mean policy optimization (2025, arXiv:2507.20673): log-ratios are clipped, then averaged.
+    """Geometric-mean policy optimization (2025, arXiv:2507.20673): log-ratios are clipped, then
+    averaged.
 
     As there, all tokens of an episode have one advantage.
     """

@@ -169,7 +169,8 @@ class TestReBN:
 
     @law(layouts())
     def test_tokens(self, case):
-        """A token's return is its KL and the turn's reward at the turn's last token, and what follows; by the definition."""
+        """A token's return is its KL and the turn's reward at the turn's last token, and what
+        follows; by the definition."""
         layout, seed = case
         rows, reward, mask, ids, _ = rows_and_parts(seed, layout)
         step = F.token_rewards(reward, ids, mask) - 0.1 * (rows["old_log_prob"] - rows["ref_log_prob"])
@@ -333,7 +334,8 @@ ALL = {
 class TestNoCredit:
     @law(layouts())
     def test_only_the_kl_is_credited(self, case):
-        """Each turn answers for its own KL and for that of later turns, more or less than a turn of the batch does."""
+        """Each turn answers for its own KL and for that of later turns, more or less than a turn of
+        the batch does."""
         layout, seed = case
         rows, reward, mask, ids, acted = rows_and_parts(seed, layout)
         kl = F.turn_sum(rows["old_log_prob"] - rows["ref_log_prob"], ids, mask.shape[1])
@@ -431,7 +433,8 @@ class TestSharedOptions:
         close(out["turn", "value_target"], paid)
         close(out["turn", "advantage"], paid.clamp(-0.4, 0.4))
         close(out["advantage"], F.turn_to_token(paid.clamp(-0.4, 0.4), ids))
-        close(out["turn", "reward"].nan_to_num(), reward.nan_to_num())  # the batch keeps the environment's
+        # the batch keeps the environment's
+        close(out["turn", "reward"].nan_to_num(), reward.nan_to_num())
 
 
 class TestEveryEstimator:
@@ -508,7 +511,8 @@ READERS = {
 
 
 class TestWhatIsNoNumber:
-    """Numbers that are NaN or infinite are refused by name: they pass neither as equal ones nor as an advantage."""
+    """Numbers that are NaN or infinite are refused by name: they pass neither as equal ones nor as
+    an advantage."""
 
     @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
     @pytest.mark.parametrize("name", READERS)

@@ -1,4 +1,5 @@
-"""LLMPPOLoss, LLMReinforceLoss and LLMGRPOLoss: the terms, estimators and defaults that each adds."""
+"""LLMPPOLoss, LLMReinforceLoss and LLMGRPOLoss: the terms, estimators and defaults that each
+adds."""
 
 from __future__ import annotations
 

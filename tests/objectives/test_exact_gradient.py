@@ -1,8 +1,10 @@
-"""The exact-gradient proof: what the losses climb on average, against the true policy gradient, to 1e-6.
+"""The exact-gradient proof: what the losses climb on average, against the true policy gradient, to
+1e-6.
 
 The game is small enough to sum over every conversation and every batch
-(:class:`~torchrl_llm.testing.enumerable.EnumerableMDP`); the language model, its scorer, the critic, the estimators and
-the losses are the real ones. ``TestHolds`` is what is unbiased; ``BIASES`` (``biases.py``) is what is not, and by how much.
+(:class:`~torchrl_llm.testing.enumerable.EnumerableMDP`); the language model, its scorer, the
+critic, the estimators and the losses are the real ones. ``TestHolds`` is what is unbiased;
+``BIASES`` (``biases.py``) is what is not, and by how much.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ class TestHolds:
         ("mdp", "size"), [(CUT, 2), (WALK, 3), (WALK.uncut, 2)], ids=["cut-2", "walk-3", "longer walk-2"]
     )
     def test_states_of_other_episodes(self, mdp, size, state, alone):
-        """Whatever a state is: the parity of the tokens before a turn throws together what has nothing in common."""
+        """Whatever a state is: the parity of the tokens before a turn throws together what has
+        nothing in common."""
         rows = mdp.rows(STUDY.actor)
         rows[keys.turn_extra("parity")] = prefix_parity(rows)
         policy_loss = STUDY.grpo(credit="state", state=state, alone=alone)
@@ -106,7 +109,8 @@ class TestHolds:
 
     @pytest.mark.parametrize("size", [2, 3])
     def test_the_mean_as_scale_is_maximum_likelihood(self, size):
-        """MaxRL: on outcomes of 0 and 1 the gradient of the tasks' mean of pass@1 + ... + pass@(size - 1) / (size - 1)."""
+        """MaxRL: on outcomes of 0 and 1 the gradient of the tasks' mean of pass@1 + ... +
+        pass@(size - 1) / (size - 1)."""
         chance = PAIR.log_probability(STUDY.actor).exp() * PAIR.returns()
         rate = PAIR.tasks * chance.view(PAIR.tasks, -1).sum(1)
         objective = sum((1 - (1 - rate) ** k) / k for k in range(1, size)).mean()
@@ -142,7 +146,8 @@ class TestHolds:
 
     @pytest.mark.parametrize("granularity", ["turn", "token"])
     def test_ppo_with_any_value(self, granularity):
-        """At lambda = 1 the value is a baseline, and no baseline that looks at the state alone biases anything."""
+        """At lambda = 1 the value is a baseline, and no baseline that looks at the state alone
+        biases anything."""
         check(WHOLE.expected_gradient(STUDY.ppo(granularity=granularity)), STUDY.truth(WHOLE))
 
     def test_vtrace_on_the_policys_own_data(self):
@@ -158,7 +163,8 @@ class TestHolds:
 
     @pytest.mark.parametrize("turn", [0, 1])
     def test_continuations_of_one_turns_state(self, turn):
-        """The others are compared with the other episode of the batch, whose group is the whole game here."""
+        """The others are compared with the other episode of the batch, whose group is the whole
+        game here."""
         game = continued(ONE, STUDY.actor, 1, lambda k, _: k == turn)
         check(game.expected_gradient(STUDY.vine(), 2), STUDY.truth(ONE))
 
@@ -177,7 +183,8 @@ class TestHolds:
         if name == "reinforce":
             return STUDY.reinforce()
         credit, _, more = name.partition(", ")
-        # The parity throws turns of one row together, some before its tree branches and some behind.
+        # The parity throws turns of one row together, some before its tree branches and some
+        # behind.
         options = {"potential": {"potential": "phi"}, "coarse": {"state": "parity"}}.get(more, {})
         return STUDY.grpo(credit=credit, **options)
 
@@ -197,7 +204,8 @@ class TestHolds:
         assert relative_error(gradient / along, truth) > 0.005  # whatever the scale
 
     def test_the_noise_of_continuations(self):
-        """It falls with their number, to that of the exact value: values that are not read, or in the wrong place, do not."""
+        """It falls with their number, to that of the exact value: values that are not read, or in
+        the wrong place, do not."""
         games = [continued(ONE, STUDY.actor, count) for count in (1, 2, None)]
         once, twice, exact = (noise(game, STUDY.vine(), game.rows()) for game in games)
         assert once - exact > 0.1
@@ -221,7 +229,8 @@ class TestHolds:
         frozen = STUDY.truth(WHOLE, frozen_from=CUT.max_turns)
         policy_loss = STUDY.ppo(lmbda=lmbda, granularity=granularity)
         check(CUT.expected_gradient(policy_loss, rows=STUDY.rows(CUT)), frozen)
-        assert relative_error(STUDY.truth(CUT), frozen) > 0.1  # the rest of the game is worth something
+        # the rest of the game is worth something
+        assert relative_error(STUDY.truth(CUT), frozen) > 0.1
 
     @pytest.mark.parametrize("granularity", ["turn", "token"])
     def test_truncation_with_any_bootstrap(self, granularity):
@@ -292,7 +301,8 @@ class TestHolds:
 
 
 class TestPopulation:
-    """Statistics over a batch that is the policy itself: the limit of large batches is unbiased up to a factor."""
+    """Statistics over a batch that is the policy itself: the limit of large batches is unbiased up
+    to a factor."""
 
     @pytest.fixture(scope="class")
     def dyadic(self):
@@ -300,7 +310,8 @@ class TestPopulation:
 
     @staticmethod
     def spread(mdp: EnumerableMDP, actor: TokenScorer, figure: Tensor) -> Tensor:
-        """Standard deviation of ``figure [n, T]`` over the turns that the policy plays, silent ones left out."""
+        """Standard deviation of ``figure [n, T]`` over the turns that the policy plays, silent ones
+        left out."""
         rows = mdp.rows()
         spoken = torch.stack([(rows[keys.TURN_IDS] == k).any(1) for k in range(figure.shape[1])], 1)
         weight = mdp.log_probability(actor).exp().detach().unsqueeze(1) * spoken
@@ -326,7 +337,8 @@ class TestPopulation:
         value = F.turn_first(rows[keys.STATE_VALUE].detach(), rows[keys.TURN_IDS], 3)
         gradient = batch_gradient(policy_loss, WHOLE.population(dyadic, 512))
         turns = F.turn_lengths(WHOLE.population(dyadic, 512)[keys.TURN_IDS], 3).gt(0).sum()
-        spread = self.spread(WHOLE, dyadic, self.to_go(WHOLE) - value) * (turns / (turns - 1)).sqrt()  # ddof is 1
+        # ddof is 1
+        spread = self.spread(WHOLE, dyadic, self.to_go(WHOLE) - value) * (turns / (turns - 1)).sqrt()
         check(gradient, WHOLE.policy_gradient(dyadic) / spread)
         assert cosine(gradient, WHOLE.policy_gradient(dyadic)) >= 1 - 1e-9
 
@@ -353,13 +365,15 @@ class TestMustNotHold:
 
     @pytest.mark.extra
     def test_states_valued_for_what_follows_them(self):
-        """The last state of each episode alone: whether a turn has a baseline then depends on its own action."""
+        """The last state of each episode alone: whether a turn has a baseline then depends on its
+        own action."""
         game = continued(ONE.uncut, STUDY.actor, 1, lambda k, turns: k == turns - 1)
         error = relative_error(game.expected_gradient(STUDY.vine(), 2), STUDY.truth(ONE.uncut))
         assert error == pytest.approx(0.0535, abs=1e-3)
 
     def test_k2_in_the_loss_is_the_reverse_kl_of_tokens(self):
-        """KL(policy || reference) at visited states; that more of them may be visited, it does not see."""
+        """KL(policy || reference) at visited states; that more of them may be visited, it does not
+        see."""
         gradient, _ = kl_term("k2")(STUDY)
         check(gradient, STUDY.at_visited_states(WHOLE, lambda p, q: (p.exp() * (p - q)).sum(-1)))
 
@@ -373,6 +387,7 @@ class TestMustNotHold:
         estimate = F.kl_estimate(STUDY.actor(rows.clone())[keys.LOG_PROB], rows[keys.REF_LOG_PROB], "k1")
         chance = WHOLE.log_probability(STUDY.actor).exp().detach().unsqueeze(1)
         assert abs((chance * estimate).sum()) > 0.1  # its value is the KL ...
-        assert flat_gradient((chance * estimate).sum(), STUDY.actor).norm() < 1e-12  # ... and its gradient is zero
+        # ... and its gradient is zero
+        assert flat_gradient((chance * estimate).sum(), STUDY.actor).norm() < 1e-12
         with pytest.raises(ValueError, match="no gradient in expectation"):
             STUDY.reinforce(kl_coeff=KL, kl_in="loss", kl_kind="k1")

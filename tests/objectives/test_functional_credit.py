@@ -1,4 +1,5 @@
-"""Turns, returns and advantages against their definitions, summed out naively in float64 on ragged conversations."""
+"""Turns, returns and advantages against their definitions, summed out naively in float64 on ragged
+conversations."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ unit = st.floats(0.0, 1.0)
 
 
 def decisions(reward, mask, acted, gamma, b):
-    """Of row b, for each decision: its turn, what it earns until the next one, the discount up to it, and its turn."""
+    """Of row b, for each decision: its turn, what it earns until the next one, the discount up to
+    it, and its turn."""
     played = [t for t in range(mask.shape[1]) if mask[b, t]]
     acts = [p for p, t in enumerate(played) if acted[b, t]]
     for p, after in itertools.pairwise([*acts, None]):

@@ -20,7 +20,8 @@ TURNS = 3
 
 @st.composite
 def conversations(draw) -> tuple[Tensor, Tensor]:
-    """Tokens and turn ids ``[B, L]`` of few letters, so that prefixes are often equal; some turns have no token."""
+    """Tokens and turn ids ``[B, L]`` of few letters, so that prefixes are often equal; some turns
+    have no token."""
     rows = draw(
         st.lists(
             st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=TURNS, max_size=TURNS),

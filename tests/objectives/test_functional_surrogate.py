@@ -1,4 +1,5 @@
-"""Ratios, clipped objectives, KL and weights of tokens against their definitions, and where float32 overflows."""
+"""Ratios, clipped objectives, KL and weights of tokens against their definitions, and where float32
+overflows."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ LARGEST = float(torch.finfo(torch.float32).max) ** 0.25
 
 
 class TestExtremeLogRatios:
-    """``exp`` of a log-ratio overflows float32 at 88.7; what a clip, a mask or a 0 leaves out must not come back as NaN."""
+    """``exp`` of a log-ratio overflows float32 at 88.7; what a clip, a mask or a 0 leaves out must
+    not come back as NaN."""
 
     @staticmethod
     def gradient(function, log_ratio: float) -> float:

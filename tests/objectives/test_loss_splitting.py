@@ -1,4 +1,5 @@
-"""Gradients that do not depend on how a batch was cut into micro-batches or shared among processes."""
+"""Gradients that do not depend on how a batch was cut into micro-batches or shared among
+processes."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class TestSplitting:
                 close(merged[key], figures[key], atol=1e-6)  # weights are float32
 
     def test_ranks(self, tmp_path):
-        """Half of the rows on each of two processes, groups whole: credit and weights are those of all rows."""
+        """Half of the rows on each of two processes, groups whole: credit and weights are those of
+        all rows."""
         args = (str(tmp_path / "store"), str(tmp_path / "out"))
         mp.start_processes(_rank, args, nprocs=2, start_method="fork")
         parts = [torch.load(tmp_path / f"out.{rank}") for rank in range(2)]

@@ -1,4 +1,5 @@
-"""Returns, advantages and penalties out of other projects' tests, which published.py names, met by our functions."""
+"""Returns, advantages and penalties out of other projects' tests, which published.py names, met by
+our functions."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ ANY = 7.5
 
 
 def in_units(discount: list[float]) -> Tensor:
-    """Units in which steps of unequal discounts are steps of discount 1, ``[1, T + 1]``; the last is the bootstrap's."""
+    """Units in which steps of unequal discounts are steps of discount 1, ``[1, T + 1]``; the last
+    is the bootstrap's."""
     return torch.cat([torch.ones(1, 1, dtype=DOUBLE), doubles([discount]).cumprod(1)], 1)
 
 
@@ -30,7 +32,8 @@ class TestReturns:
         zip(RLAX, ([1.315, 0.63, 0.7, 1.7, 3.4], [1.33592, 0.9288, 0.2576, 3.192, 3.99]), strict=True),
     )
     def test_rlax_discounted_returns(self, case, published):
-        """``DiscountedReturnsTest``: a discount for each step, which ours takes as a change of units."""
+        """``DiscountedReturnsTest``: a discount for each step, which ours takes as a change of
+        units."""
         reward, next_value = doubles([case[0]], [case[2]])
         unit = in_units(case[1])
         actual = F.turn_returns(reward * unit[:, :-1], all_of(reward), 1.0, next_value[:, -1] * unit[:, -1])
@@ -48,7 +51,8 @@ class TestReturns:
         ),
     )
     def test_rlax_lambda_returns(self, case, published):
-        """``LambdaReturnsTest``, lambda 0.75: the value target of GAE; the first value must not matter."""
+        """``LambdaReturnsTest``, lambda 0.75: the value target of GAE; the first value must not
+        matter."""
         reward, next_value = doubles([case[0]], [case[2]])
         unit = in_units(case[1])
         value = torch.cat([torch.full((1, 1), ANY, dtype=DOUBLE), next_value[:, :-1]], 1) * unit[:, :-1]
@@ -67,7 +71,8 @@ class TestReturns:
         ],
     )
     def test_tianshou_episodic_returns(self, reward, published):
-        """``test_episodic_returns``, gamma 0.1; its buffer holds several episodes, which are rows here."""
+        """``test_episodic_returns``, gamma 0.1; its buffer holds several episodes, which are rows
+        here."""
         rewards = doubles([reward])
         meets(F.turn_returns(rewards, all_of(rewards), 0.1), [published], 6)
 
@@ -130,7 +135,8 @@ class TestGAE:
         ],
     )
     def test_tianshou(self, truncated, published):
-        """``test_episodic_returns`` with values, gamma 0.99, lambda 0.95: terminated, and truncated with bootstrap.
+        """``test_episodic_returns`` with values, gamma 0.99, lambda 0.95: terminated, and truncated
+        with bootstrap.
 
         It gives the value of what follows each step, so that of the first state is free.
         """
@@ -150,11 +156,12 @@ class TestGAE:
         meets(F.turn_gae(reward, value, all_of(reward), gamma, lmbda)[1], [published], 6)
 
     def test_skyrl_masks_only_in_the_whitening(self):
-        """``test_compute_gae_advantage_return_with_masking``: returns 6, 5, 3 and advantages 0.7071, 0.1768, -0.7071.
+        """``test_compute_gae_advantage_return_with_masking``: returns 6, 5, 3 and advantages
+        0.7071, 0.1768, -0.7071.
 
-        Its mask restricts the statistics alone: the reward of the masked step still flows back. Ours says which steps
-        there were, so the step counts for nothing; its figures come back if the mask is given to the whitening only,
-        but for the masked step itself, which is 0 here.
+        Its mask restricts the statistics alone: the reward of the masked step still flows back.
+        Ours says which steps there were, so the step counts for nothing; its figures come back if
+        the mask is given to the whitening only, but for the masked step itself, which is 0 here.
         """
         reward, value = doubles([[1.0, 2.0, 3.0]], [[0.5, 1.0, 1.5]])
         mask = torch.tensor([[True, False, True]])
@@ -174,7 +181,8 @@ class TestGAE:
         meets(F.turn_gae(reward, value, all_of(reward), 1.0, 0.0)[0], [[1.0, 1.0, 2.0]], 6)
 
     def test_nemo_gap(self):
-        """``test_gae_carry_forward_interior_gap``: a gap that holds the value 999 is as if it were not there."""
+        """``test_gae_carry_forward_interior_gap``: a gap that holds the value 999 is as if it were
+        not there."""
         mask = torch.tensor([[True, True, False, True, True]])
         reward, value = doubles([[0.0, 0.0, 0.0, 0.0, 1.0]], [[0.1, 0.2, 999.0, 0.4, 0.5]])
         advantage, _ = F.turn_gae(reward, value, mask, 0.99, 0.95)
@@ -183,7 +191,8 @@ class TestGAE:
         assert advantage[0, 2] == 0
 
     def test_torchtune_kl_in_the_reward(self):
-        """``TestGetRewards.test_get_rewards_ppo``: -0.5 (log p - log ref) a token, the score on the last one.
+        """``TestGetRewards.test_get_rewards_ppo``: -0.5 (log p - log ref) a token, the score on the
+        last one.
 
         With gamma 0 the token's advantage over a value of 0 is its reward.
         """
@@ -201,7 +210,8 @@ class TestVTrace:
     """rlax, ``VTraceTest.test_vtrace_td_error_and_advantage``; a discount of 0 ends an episode."""
 
     EPISODES = (
-        # behavior and target logits, actions, rewards, discounts, values, bootstrap; then the error and the advantage
+        # behavior and target logits, actions, rewards, discounts, values, bootstrap; then the error
+        # and the advantage
         ([[8.9, 0.7]], [[0.4, 0.5]], [0], [-1.3], [1.0], [2.1], 0.0, [-1.6155143], [-1.6155143]),
         (
             [[5.0, 1.0], [0.6, 0.1], [-0.9, -0.1]],
@@ -250,7 +260,8 @@ class TestGroups:
         meets(actual, [-2.0, 0.0, 2.0, -2.0, 2.0, -10.0, 0.0, 10.0, 0.0, 0.0, 0.0, 0.0], 6)
 
     def test_tinker_cookbook_population_deviation(self):
-        """``TestReinforcePPAdvantages.test_normalized`` divides by the population's deviation: that is ``ddof=0``."""
+        """``TestReinforcePPAdvantages.test_normalized`` divides by the population's deviation: that
+        is ``ddof=0``."""
         score, group = doubles([1.0, 3.0, 5.0]), torch.zeros(3)
         meets(F.group_relative(score, group, ddof=0, eps=0.0), [-1.2247449, 0.0, 1.2247449], 7)
         meets(F.group_relative(score, group, eps=0.0), [-1.0, 0.0, 1.0], 7)
@@ -260,7 +271,8 @@ class TestGroups:
         [([2.0, 2.0], [0.0, 0.0], 6), ([1.0, 3.0], [-0.7071, 0.7071], 4), ([1.0, 1.01], [-0.7071, 0.7071], 3)],
     )
     def test_nemo_sample_deviation(self, score, published, digits):
-        """``test_grpo_advantage_estimator_{zero_std,small_nonzero_std}``: ``ddof=1``, and 0 without spread."""
+        """``test_grpo_advantage_estimator_{zero_std,small_nonzero_std}``: ``ddof=1``, and 0 without
+        spread."""
         meets(F.group_relative(doubles(score), torch.zeros(2)), published, digits)
 
     def test_skyrl_without_deviation(self):
@@ -277,8 +289,8 @@ class TestGroups:
     def test_nemo_leave_one_out(self):
         """``test_calculate_baseline_and_std_per_prompt_basic``: baselines 2.5, 2, 1.5, 5.5, 5, 4.5.
 
-        It goes on to the deviation of the others (0.7071, 1.4142, 0.7071). To divide a leave-one-out advantage by a
-        deviation is refused here: it biases the gradient.
+        It goes on to the deviation of the others (0.7071, 1.4142, 0.7071). To divide a
+        leave-one-out advantage by a deviation is refused here: it biases the gradient.
         """
         score, group = doubles([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), torch.tensor([0, 0, 0, 1, 1, 1])
         actual = F.group_relative(score, group, "leave_one_out", "none")
@@ -289,7 +301,8 @@ class TestGroups:
 
 class TestWhitening:
     def test_trl(self):
-        """``TestCore.test_masked_whiten``: the middle two of 1, 2, 3, 4, by the sample's deviation, the square root of 1/2."""
+        """``TestCore.test_masked_whiten``: the middle two of 1, 2, 3, 4, by the sample's deviation,
+        the square root of 1/2."""
         mask = torch.tensor([False, True, True, False])
         meets(F.standardize(doubles([1.0, 2.0, 3.0, 4.0]), mask), [0.0, -0.7071068, 0.7071068, 0.0], 7)
 
@@ -300,9 +313,11 @@ class TestOverlongPenalty:
         meets(F.overlong_penalty(doubles([50.0, 110.0, 90.0]), 100, 20), [0.0, -1.0, -0.5], 6)
 
     def test_nemo_goes_on_beyond_the_limit(self):
-        """``test_reward_shaping_preserves_unshaped_reward_overlong``: 0, -0.2, -0.5, -1.0 at limit 25, buffer 5, factor 0.5.
+        """``test_reward_shaping_preserves_unshaped_reward_overlong``: 0, -0.2, -0.5, -1.0 at limit
+        25, buffer 5, factor 0.5.
 
-        Beyond the limit (the last response) it goes on falling; ours stays at the factor, as in the paper.
+        Beyond the limit (the last response) it goes on falling; ours stays at the factor, as in the
+        paper.
         """
         actual = 0.5 * F.overlong_penalty(doubles([10.0, 22.0, 25.0, 30.0]), 25, 5)
         meets(actual, [0.0, -0.2, -0.5, -0.5], 6)

@@ -1,4 +1,5 @@
-"""Losses, KL and weights out of other projects' tests, which published.py names, met by our functions."""
+"""Losses, KL and weights out of other projects' tests, which published.py names, met by our
+functions."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from torchrl_llm.objectives import TurnPolicyLoss
 
 
 def token_loss(log_prob: Tensor, old: Tensor, advantage: Tensor, ref: Tensor | None = None, **options) -> TensorDict:
-    """The loss module's output where the actor's log-probs are given; every row is one turn of actions only."""
+    """The loss module's output where the actor's log-probs are given; every row is one turn of
+    actions only."""
     rows = {
         "theta": log_prob,
         "sample_log_prob": old,
@@ -47,15 +49,16 @@ class TestObjectives:
     def test_torchtune_ppo_clip(self):
         """``TestPPOLoss``: ratio e is clipped at 1.2, e^0.1 is not.
 
-        For the ratio 1/e its test names 0.8 but compares with ``rtol=1e6``; the pessimistic bound is the smaller
-        one, 1/e, whose gradient stays.
+        For the ratio 1/e its test names 0.8 but compares with ``rtol=1e6``; the pessimistic bound
+        is the smaller one, 1/e, whose gradient stays.
         """
         objective, clipped = F.clipped_objective(doubles([1.0, 0.1, -1.0]), torch.ones(3, dtype=DOUBLE), 0.2, 0.2)
         meets(objective, [1.2, math.exp(0.1), math.exp(-1.0)], 7)
         assert clipped.tolist() == [True, False, False]
 
     def test_dual_clip(self):
-        """SkyRL's ``test_policy_loss_dual_clip`` (sum 12.5) and NeMo RL's ``test_clipped_pg_loss_dual_clip`` (mean 4.1667).
+        """SkyRL's ``test_policy_loss_dual_clip`` (sum 12.5) and NeMo RL's
+        ``test_clipped_pg_loss_dual_clip`` (mean 4.1667).
 
         Without the dual clip the last term is 40.
         """
@@ -69,8 +72,8 @@ class TestObjectives:
     def test_skyrl_cispo(self):
         """``test_policy_loss_cispo``: clipped weights 0.8, 1, 1.2, loss -2.9930.
 
-        Its term is weight x A x log-prob, ours weight x A x log-ratio: another number with the same gradient, from
-        which theirs is had by a product with the log-probs.
+        Its term is weight x A x log-prob, ours weight x A x log-ratio: another number with the same
+        gradient, from which theirs is had by a product with the log-probs.
         """
         advantage, log_prob, old = doubles(*self.STEEP)
         log_ratio = (log_prob - old).requires_grad_()
@@ -79,7 +82,8 @@ class TestObjectives:
         meets(-(log_ratio.grad * log_prob).sum(), -2.9930, 4)
 
     def test_nemo_gspo(self):
-        """``test_clipped_pg_loss_gspo{,_batch_size_2}``: ratios 0.9086 and 2.4697, losses -0.6057 and -0.4912."""
+        """``test_clipped_pg_loss_gspo{,_batch_size_2}``: ratios 0.9086 and 2.4697, losses -0.6057
+        and -0.4912."""
         log_prob, old, advantage = self.example()
         ids = torch.zeros(2, 3, dtype=torch.int64)
         both = (log_prob.repeat(2, 1), torch.cat([old, 2 * old]), advantage.repeat(2, 1))
@@ -91,7 +95,8 @@ class TestObjectives:
 
 
 class TestSamplerWeights:
-    SAMPLE = ((-0.5, -1.5, -0.8),)  # NeMo RL's example, old log-probs -1: ratios 0.6065, 1.6487, 0.8187
+    # NeMo RL's example, old log-probs -1: ratios 0.6065, 1.6487, 0.8187
+    SAMPLE = ((-0.5, -1.5, -0.8),)
 
     def weights(self, old: list, sample: list, *args, **options) -> Tensor:
         old_log_prob, sample_log_prob = doubles(old, sample)
@@ -109,7 +114,8 @@ class TestSamplerWeights:
         ],
     )
     def test_nemo_truncated(self, level, cap, weights, published):
-        """``test_clipped_pg_loss_on_policy_truncated_importance_sampling`` and those without a cap; token and sequence."""
+        """``test_clipped_pg_loss_on_policy_truncated_importance_sampling`` and those without a cap;
+        token and sequence."""
         advantage, log_prob = doubles(TestObjectives.ADVANTAGE, TestObjectives.LOG_PROB)
         weight = self.weights([[-1.0] * 3], self.SAMPLE, "truncate", 0.0, cap, level)
         meets(weight, [weights], 4)
@@ -132,14 +138,16 @@ class TestSamplerWeights:
         meets(F.sampler_weights(old_log_prob, sample_log_prob, ids, "truncate", 0.0, cap, level), [published], 4)
 
     def test_nemo_icepop(self):
-        """``test_clipped_pg_loss_icepop_importance_sampling``: of 0.6065, 12.182, 0.8187 the bounds 0.5 and 5 drop one."""
+        """``test_clipped_pg_loss_icepop_importance_sampling``: of 0.6065, 12.182, 0.8187 the bounds
+        0.5 and 5 drop one."""
         weight = self.weights([[-1.0] * 3], [[-0.5, -3.5, -0.8]], "mask", 0.5, 5.0)
         meets(weight, [[0.6065, 0.0, 0.8187]], 4)
         free = self.weights([[-1.0] * 3], [[-0.5, -3.5, -0.8]], "mask", 0.0, 1e9)
         meets(free, [[0.6065, 12.182, 0.8187]], 3)
 
     def test_verl_mask(self):
-        """``test_mask_mode``: ratios 0.368 and 1.649 within 0.5 and 2; the first is masked out of the loss.
+        """``test_mask_mode``: ratios 0.368 and 1.649 within 0.5 and 2; the first is masked out of
+        the loss.
 
         verl keeps the weight and clears the mask, ours is the product of the two.
         """
@@ -158,15 +166,18 @@ class TestSamplerWeights:
         ],
     )
     def test_skyrl_sequence_rejection(self, old, sample, reduction, low, high, published):
-        """``test_compute_sequence_mask_*``: geometric, geometric_rejects, product, product_rejects_by_seq_ratio."""
+        """``test_compute_sequence_mask_*``: geometric, geometric_rejects, product,
+        product_rejects_by_seq_ratio."""
         weight = self.weights([old], [sample], "reject", low, high, "sequence", reduction)
         assert weight.tolist() == [[published] * 3]
 
     def test_nemo_sequence_mask(self):
-        """``test_clipped_pg_loss_seq_mask_tis``: a geometric mean of 1.0005 within 0.999 and 1.002 is kept.
+        """``test_clipped_pg_loss_seq_mask_tis``: a geometric mean of 1.0005 within 0.999 and 1.002
+        is kept.
 
-        NeMo RL (and SkyRL's outlier mask) keeps or drops the sequence by its mean and weighs each token by its own
-        ratio; ``"mask"`` gives all tokens of the sequence its one weight. The two are equal here, where the ratios are.
+        NeMo RL (and SkyRL's outlier mask) keeps or drops the sequence by its mean and weighs each
+        token by its own ratio; ``"mask"`` gives all tokens of the sequence its one weight. The two
+        are equal here, where the ratios are.
         """
         weight = self.weights([[-1.0] * 3], [[-1.0005] * 3], "mask", 0.999, 1.002, "sequence", "mean")
         meets(weight, [[1.0005] * 3], 4)
@@ -190,8 +201,9 @@ class TestKL:
     def test_nemo_penalty(self):
         """``test_clipped_pg_loss_kl_penalty``: terms 0.368, 0, 0.718, coefficient 0.1, loss 0.0362.
 
-        That is ours while the policy is still the one that sampled. Away from it (its old log-probs are 0) our term
-        carries the ratio, so that samples of the old policy stand for those of the new one.
+        That is ours while the policy is still the one that sampled. Away from it (its old log-probs
+        are 0) our term carries the ratio, so that samples of the old policy stand for those of the
+        new one.
         """
         log_prob, ref = doubles([[0.0, -1.0, -2.0]], [[-1.0, -1.0, -1.0]])
         meets(F.kl_estimate(log_prob, ref, "k3"), [[0.368, 0.0, 0.718]], 3)
@@ -203,7 +215,8 @@ class TestKL:
         meets(away, 0.0155, 4)
 
     def test_nemo_penalty_with_weights(self):
-        """``test_clipped_pg_loss_on_policy_kl_importance_sampling``: new over sampler as weight, mean 0.060543.
+        """``test_clipped_pg_loss_on_policy_kl_importance_sampling``: new over sampler as weight,
+        mean 0.060543.
 
         The same is had from our ratio (new over old) times our correction (old over sampler).
         """
@@ -214,10 +227,11 @@ class TestKL:
         torch.testing.assert_close(out["loss_kl"], doubles(0.0060543), rtol=1e-3, atol=0)
 
     def test_nemo_gradient(self):
-        """``test_calculate_kl_detaches_importance_sampling_when_input_clamped``: value 0.7182818, gradient -1.
+        """``test_calculate_kl_detaches_importance_sampling_when_input_clamped``: value 0.7182818,
+        gradient -1.
 
-        NeMo RL differentiates the weight too, which adds the estimate itself (the score-function term); ours is held
-        constant, and the gradient is that of k3: 1 - e.
+        NeMo RL differentiates the weight too, which adds the estimate itself (the score-function
+        term); ours is held constant, and the gradient is that of k3: 1 - e.
         """
         log_prob = doubles([-1.0]).requires_grad_()
         estimate = F.kl_estimate(log_prob, doubles([0.0]), "k3")
@@ -242,13 +256,15 @@ class TestLossWeights:
         ],
     )
     def test_skyrl(self, x, mask, args, published):
-        """``TestApplyLossReductionToAdvantagesMinibatch``: token_mean, sequence_mean, seq_mean_token_sum_norm."""
+        """``TestApplyLossReductionToAdvantagesMinibatch``: token_mean, sequence_mean,
+        seq_mean_token_sum_norm."""
         meets(self.mean(x, mask, *args), published, 6)
 
     def test_skyrl_mean_of_micro_batches(self):
         """``test_token_mean_legacy``: 8.5, a mean of the micro-batches' means (4 and 13).
 
-        It depends on how the batch is cut; ours is the mean over the batch, 64 / 7, however it is cut.
+        It depends on how the batch is cut; ours is the mean over the batch, 64 / 7, however it is
+        cut.
         """
         x = [[2.0, 4.0], [6.0, 8.0], [10.0, 12.0], [14.0, 16.0]]
         mask = [[1, 1], [1, 0], [1, 1], [1, 1]]
@@ -258,9 +274,11 @@ class TestLossWeights:
         meets(torch.stack(halves).mean(), 8.5, 5)
 
     def test_open_instruct(self):
-        """``TestMaskedMean``: 2.75 per sequence and 7/3 per token; with an empty row 0.75, where ours is 1.5.
+        """``TestMaskedMean``: 2.75 per sequence and 7/3 per token; with an empty row 0.75, where
+        ours is 1.5.
 
-        An empty row is a sequence of mean 0 to Open Instruct; here it counts for nothing, as padding must.
+        An empty row is a sequence of mean 0 to Open Instruct; here it counts for nothing, as
+        padding must.
         """
         x = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
         meets(self.mean(x, [[1, 1, 0], [1, 0, 0]], "sequence"), 2.75, 6)

@@ -1,4 +1,5 @@
-"""Components, whitening, potentials and the mean as scale, of the estimators that compare returns, against loops."""
+"""Components, whitening, potentials and the mean as scale, of the estimators that compare returns,
+against loops."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ ADVANTAGE = ("turn", "advantage")
 
 
 def extended(seed: int = 0, layout=LAYOUT, group_size: int = 3) -> TensorDict:
-    """Rows with two numbers beside the reward, NaN off the mask and where the environment gave none."""
+    """Rows with two numbers beside the reward, NaN off the mask and where the environment gave
+    none."""
     rows = make_rows(layout, seed, group_size)
     mask = rows["turn", "mask"]
     noise = torch.Generator().manual_seed(seed + 2)
@@ -31,7 +33,8 @@ def extended(seed: int = 0, layout=LAYOUT, group_size: int = 3) -> TensorDict:
 
 
 def to_go(reward: Tensor, mask: Tensor) -> Tensor:
-    """Discounted return from each turn on, ``[B, T]``, by the definition; a gap in the mask costs no discount."""
+    """Discounted return from each turn on, ``[B, T]``, by the definition; a gap in the mask costs
+    no discount."""
     out = torch.zeros_like(reward)
     for b, row in enumerate(mask.tolist()):
         after = 0.0
@@ -149,7 +152,8 @@ class TestWhitening:
 class TestPotential:
     @law(layouts(), st.sampled_from([ReBN, GroupRelative]))
     def test_it_is_the_shaping_of_each_turn(self, case, kind):
-        """gamma * phi(the next state) - phi(this one), and 0 after the end, added to the rewards."""
+        """gamma * phi(the next state) - phi(this one), and 0 after the end, added to the
+        rewards."""
         layout, seed = case
         rows = extended(seed, layout, 1)
         mask, phi = rows["turn", "mask"], rows[keys.turn_extra("phi")].nan_to_num()

@@ -1,4 +1,5 @@
-"""RoleRelative: unbiased where two roles learn from each other, to 1e-6, and free of what a role earns by the rules."""
+"""RoleRelative: unbiased where two roles learn from each other, to 1e-6, and free of what a role
+earns by the rules."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def choose(task, said):
 
 
 PAYOFF = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.0, -0.5], [-2.0, 1.0, 3.0]], dtype=torch.float64)
-"""What the first player gets by both letters; the second gets as much less than 1, so that the roles do not earn alike."""
+"""What the first player gets by both letters; the second gets as much less than 1, so that the
+roles do not earn alike."""
 
 
 class TestExact:
@@ -47,7 +49,8 @@ class TestExact:
     actor = TokenScorer(tiny_lm(3))
 
     def games(self, size):
-        """All batches of ``size`` games, ``[M, 2 * size]`` into the rows of the MDP, and their log-probabilities ``[M]``."""
+        """All batches of ``size`` games, ``[M, 2 * size]`` into the rows of the MDP, and their
+        log-probabilities ``[M]``."""
         rows = self.mdp.rows(self.actor)
         rows_of_role = [(rows[keys.GROUP_ID] == role).nonzero().flatten().tolist() for role in (0, 1)]
         index = torch.tensor([*product(*(rows_of_role * size))])
@@ -64,7 +67,8 @@ class TestExact:
         return batch
 
     def truth(self):
-        """The sum over seats of the gradient of what the seat earns, the other's policy held fixed."""
+        """The sum over seats of the gradient of what the seat earns, the other's policy held
+        fixed."""
         rows, index, log_prob = self.games(1)
         gradient = 0.0
         for chosen in index:
@@ -89,13 +93,15 @@ class TestExact:
 
 
 class TestLaws:
-    # In hundredths: returns that differ by less than a millionth count as equal, and have no advantage.
+    # In hundredths: returns that differ by less than a millionth count as equal, and have no
+    # advantage.
     returns = st.lists(st.integers(-300, 300).map(lambda n: n / 100), min_size=1, max_size=3)
 
     @given(games=st.lists(st.tuples(returns, returns), min_size=2, max_size=5), shift=st.floats(-5, 5))
     @settings(max_examples=30)
     def test_what_a_role_earns_by_the_rules_is_taken_out(self, games, shift):
-        """A constant for one role changes nothing, though it doubles or cancels all that a mean over both sees."""
+        """A constant for one role changes nothing, though it doubles or cancels all that a mean
+        over both sees."""
         roles = [4, 9] * len(games)
         rewards = [each for game in games for each in game]
         handicap = [[*each[:-1], each[-1] + shift * (i % 2)] for i, each in enumerate(rewards)]
@@ -105,7 +111,8 @@ class TestLaws:
     @given(games=st.lists(st.tuples(returns, returns), min_size=2, max_size=5), other=returns)
     @settings(max_examples=30)
     def test_the_baseline_does_not_depend_on_the_own_game(self, games, other):
-        """Other rewards of the first game change its advantages by the difference of the returns, and nothing more."""
+        """Other rewards of the first game change its advantages by the difference of the returns,
+        and nothing more."""
         roles = [4, 9] * len(games)
         changed = [(other, other), *games[1:]]
         before, after = (

@@ -1,4 +1,5 @@
-"""Early settling in miniature, and what a KL to the starting policy whose weight falls to 0 does about it. Exact, without samples."""
+"""Early settling in miniature, and what a KL to the starting policy whose weight falls to 0 does
+about it. Exact, without samples."""
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ STEPS = 400
 ANSWERS = 10
 TURN_IDS = torch.tensor([[0, -1]] + [[0, 1]] * ANSWERS)
 RETURN = torch.tensor([0.0, 0.3] + [-1.0] * (ANSWERS - 1))
-"""The first row plays safe; the others take the better path, which is better only with the one right answer of ten."""
+"""The first row plays safe; the others take the better path, which is better only with the one
+right answer of ten."""
 
 
 class Policy(torch.nn.Module):
@@ -28,7 +30,8 @@ class Policy(torch.nn.Module):
 
 
 def probability_of_the_better_path(**options) -> float:
-    """At the end of training by the exact gradient: each row counts as often as the policy plays it."""
+    """At the end of training by the exact gradient: each row counts as often as the policy plays
+    it."""
     fall, policy = options.pop("fall", None), Policy()
     loss = LLMGRPOLoss(
         TensorDictModule(policy, in_keys=["turn_ids"], out_keys=["log_prob"]), clipping="none", **options
@@ -63,7 +66,8 @@ def test_a_kl_that_falls_keeps_it_and_lets_the_policy_choose_at_the_end():
 
 
 def test_a_constant_one_keeps_it_and_never_chooses():
-    """Under it a token's best distribution is the start's times exp(value / kl_coeff), and both of its choices have a share."""
+    """Under it a token's best distribution is the start's times exp(value / kl_coeff), and both of
+    its choices have a share."""
     kept = probability_of_the_better_path(kl_coeff=0.3, kl_kind="k2")
     answer = (RETURN[1:] / 0.3).softmax(0)
     assert kept == pytest.approx(torch.sigmoid(answer @ RETURN[1:] / 0.3).item(), abs=1e-3)

@@ -1,4 +1,5 @@
-"""LLMSFTLoss against plain cross-entropy and its definition, and the weights of what is imitated."""
+"""LLMSFTLoss against plain cross-entropy and its definition, and the weights of what is
+imitated."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def weighted(rows: TensorDict) -> TensorDict:
 
 
 def finished(ends: list[str], reward: list[list[float]], turn_ids: list[list[int]]) -> TensorDict:
-    """Rows of as many turns as they have rewards, that end as said: "won", "lost" or "truncated"."""
+    """Rows of as many turns as they have rewards, that end as said: "won", "lost" or
+    "truncated"."""
     turns = max(map(len, reward))
     mask = torch.tensor([[k < len(row) for k in range(turns)] for row in reward])
     last = torch.tensor([[k == len(row) - 1 for k in range(turns)] for row in reward])

@@ -1,8 +1,9 @@
-"""The estimators against TorchRL's own functions, with a decision of a conversation as the step in time.
+"""The estimators against TorchRL's own functions, with a decision of a conversation as the step in
+time.
 
-All conversations of a batch are packed into one trajectory with done flags, as TorchRL takes them: gaps in the mask are
-left out, a turn without an action token adds its reward and its discount to the decision before it, and a truncated
-conversation ends without being terminated.
+All conversations of a batch are packed into one trajectory with done flags, as TorchRL takes them:
+gaps in the mask are left out, a turn without an action token adds its reward and its discount to
+the decision before it, and a truncated conversation ends without being terminated.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ unit = st.floats(0.0, 1.0)
 
 
 class Steps(NamedTuple):
-    """The decisions of a batch in one line, ``[1, N, 1]`` each, and the rows and turns they came from."""
+    """The decisions of a batch in one line, ``[1, N, 1]`` each, and the rows and turns they came
+    from."""
 
     rows: list[int]
     turns: list[int]
@@ -115,7 +117,8 @@ class TestTurnGAE:
 
     @law(layouts(), st.floats(0.1, 1.0), st.floats(0.1, 1.0))
     def test_vectorised(self, case, gamma, lmbda):
-        """TorchRL's ``vec_`` functions: float32 coefficients, cut where they fall below 1e-7; one discount for all."""
+        """TorchRL's ``vec_`` functions: float32 coefficients, cut where they fall below 1e-7; one
+        discount for all."""
         rows = conversations(everyone_acts(case[0]), case[1])
         steps = decisions(rows, gamma)
         out = TurnGAE(gamma=gamma, lmbda=lmbda, whiten=False)(rows)
@@ -154,7 +157,8 @@ class TestTurnGAE:
 class TestReBN:
     @law(layouts(), st.floats(0.01, 1.0))
     def test_reward2go(self, case, gamma):
-        """Every played turn is a step of time. TorchRL cuts powers of gamma below 1e-7, and takes no gamma that small."""
+        """Every played turn is a step of time. TorchRL cuts powers of gamma below 1e-7, and takes
+        no gamma that small."""
         rows = conversations(*case)
         mask, ids = rows["turn", "mask"], rows["turn_ids"]
         acted = mask & (F.turn_lengths(ids, mask.shape[1]) > 0)
@@ -177,9 +181,11 @@ class TestTurnVTrace:
     # TorchRL takes its thresholds in float32: here such that it does not round.
     @law(layouts(), unit, *(st.sampled_from([0.25, 0.75, 1.0, 1.5, 4.0]) for _ in "rc"))
     def test_vtrace_advantage_estimate(self, case, gamma, rho, c):
-        """TorchRL's docstring names log_pi the collecting policy; in its code it is the present one, as here."""
+        """TorchRL's docstring names log_pi the collecting policy; in its code it is the present
+        one, as here."""
         rows = conversations(*case)
-        rows["old_log_prob"] = rows["theta"]  # further from the sampler's, so that all thresholds bind
+        # further from the sampler's, so that all thresholds bind
+        rows["old_log_prob"] = rows["theta"]
         steps = decisions(rows, gamma)
         out = TurnVTrace(gamma=gamma, rho_clip=rho, c_clip=c)(rows)
         log_pi, log_mu = (

@@ -1,4 +1,5 @@
-"""Credit from continuations, against its definition; that it is unbiased is in test_exact_gradient.py."""
+"""Credit from continuations, against its definition; that it is unbiased is in
+test_exact_gradient.py."""
 
 from __future__ import annotations
 

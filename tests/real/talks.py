@@ -1,4 +1,5 @@
-"""What the tests of real models share: a conversation of several turns, and the settings of a short run."""
+"""What the tests of real models share: a conversation of several turns, and the settings of a short
+run."""
 
 from pathlib import Path
 
@@ -13,7 +14,8 @@ QUESTIONS = (
 
 
 class Talk:
-    """A few questions after one that depends on the seed; pays by the length of the answers, which few share."""
+    """A few questions after one that depends on the seed; pays by the length of the answers, which
+    few share."""
 
     def reset(self, seed=None):
         self.turn, self.length = 0, 0

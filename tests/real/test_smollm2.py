@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct through sampling, scoring, training, resuming and export. Needs its package: ``make test-real``."""
+"""SmolLM2-135M-Instruct through sampling, scoring, training, resuming and export. Needs its
+package: ``make test-real``."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ sys.exit(main())
 
 class TestFiles:
     def test_ranks_that_make_it_at_once(self, path, tmp_path, monkeypatch):
-        """transformers saves on the first rank alone; that of another may be the folder that counts."""
+        """transformers saves on the first rank alone; that of another may be the folder that
+        counts."""
         pytest.importorskip("gguf", reason="is in the cache, and its packages are not installed")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         (tmp_path / "rank.py").write_text(RANK)

@@ -103,13 +103,15 @@ def _mistral() -> Iterator[Template]:
 
 
 def _llama_cpp() -> Iterator[Template]:
-    """The templates of llama.cpp's own tests, which the source distribution of llama-cpp-python has."""
+    """The templates of llama.cpp's own tests, which the source distribution of llama-cpp-python
+    has."""
     for path in sorted(Path(os.environ.get("LLAMA_CPP_TEMPLATES", "nowhere")).rglob("*.jinja")):
         yield Template("llama.cpp", path.stem, path.read_text())
 
 
 def tokenizer_for(template: Template, backend: Tokenizer | None = None) -> PreTrainedTokenizerFast:
-    """A tokenizer that has the control tokens which a template spells: byte-level, unless another is given."""
+    """A tokenizer that has the control tokens which a template spells: byte-level, unless another
+    is given."""
     backend = (
         backend or byte_tokenizer(corpus=["user\n\nassistant\n\n  the number is higher lower\n"] * 3).backend_tokenizer
     )

@@ -1,6 +1,8 @@
-"""Every chat template of the packages that ship some: its own text, or a sentence that says what it does.
+"""Every chat template of the packages that ship some: its own text, or a sentence that says what it
+does.
 
-``make test-templates`` installs the packages; ``TEMPLATE_TABLE=1`` writes the table of docs/templates.md.
+``make test-templates`` installs the packages; ``TEMPLATE_TABLE=1`` writes the table of
+docs/templates.md.
 """
 
 from __future__ import annotations
@@ -102,7 +104,8 @@ def contexts(formatter: ChatFormatter, role: str, answers: list[str]) -> list[li
 
 
 def check(formatter: ChatFormatter) -> None:
-    """Every context of a few conversations is the template's own rendering of the conversation so far."""
+    """Every context of a few conversations is the template's own rendering of the conversation so
+    far."""
     tokenizer, render = (
         formatter.tokenizer,
         Renderer(formatter.tokenizer, chat_template_kwargs=formatter.chat_template_kwargs),
@@ -131,7 +134,8 @@ class TestTemplates:
                 assert 'history="append"' in str(found)
 
     def test_what_is_kept_all_the_same_begins_and_goes_on_as_the_template(self, index):
-        """Under history="append" the first prompt and each message are the template's, and each answer ends once."""
+        """Under history="append" the first prompt and each message are the template's, and each
+        answer ends once."""
         found = outcome(index, "append")
         if isinstance(found, ChatTemplateError):
             assert property_of(found) in ("several messages an answer (harmony)", "needs variables"), found

@@ -39,7 +39,8 @@ def driver():
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> Path:
-    """The page of a run with payloads in the texts: the last token of the first message, and of each first response."""
+    """The page of a run with payloads in the texts: the last token of the first message, and of
+    each first response."""
     run = tmp_path_factory.mktemp("run")
     write_metrics(run)
     write_result(run, env_name=PAYLOADS[0])
@@ -47,7 +48,8 @@ def page(tmp_path_factory) -> Path:
     pieces |= dict(enumerate(PAYLOADS, start=50)) | {60: " needle"}
     for number in range(2):
         rows = made_rows(8, 4, 48, first=8 * number, groups=2, seed=number)
-        rows[keys.TOKENS][:, :12] = rows[keys.TOKENS][:1, :12]  # one message, and one response, for all
+        # one message, and one response, for all
+        rows[keys.TOKENS][:, :12] = rows[keys.TOKENS][:1, :12]
         rows[keys.TOKENS][:, 3] = 50 + torch_range(8) % 6
         rows[keys.TOKENS][:, 11] = torch_range(8) % 2 + 50
         rows[keys.TOKENS][5, 20] = 60

@@ -27,7 +27,8 @@ from torchrl_llm.trainers.callbacks import Callback
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Three short runs: two of LLMREINFORCE on the same tasks with other learning rates, one of GRPO with another seed."""
+    """Three short runs: two of LLMREINFORCE on the same tasks with other learning rates, one of
+    GRPO with another seed."""
     root = tmp_path_factory.mktemp("runs")
     settings = {"max_iterations": 2, "final_episodes": 32}
     for name, more in {
@@ -135,7 +136,8 @@ class TestCompareRuns:
         assert list(cells(compare_runs([runs / "slow", resumed])).values())[1]["gained, lost"] == "-"
 
     def test_a_resumed_run_has_no_result_until_it_ends_again(self, tmp_path):
-        """Its end of before may be that of another setting. It kept evaluation_after.json, also where it was interrupted."""
+        """Its end of before may be that of another setting. It kept evaluation_after.json, also
+        where it was interrupted."""
         config = small_config(tmp_path, save_checkpoints=True, max_iterations=1, record_interval=0)
         run_and_report(config, partial(build_run, config), say=lambda _: None)
         other = tmp_path / "other"
@@ -283,7 +285,8 @@ class TestSettings:
         assert shown(**settings) == shown(**same)
 
     def test_an_estimator_and_options_of_any_kind(self):
-        """TorchRL's own have gamma as a tensor, and a loss of one's own may have arrays as options."""
+        """TorchRL's own have gamma as a tensor, and a loss of one's own may have arrays as
+        options."""
         config, options = RunConfig(), {"lmbda": 1.0, "value_network": None}
         losses = [
             LLMPPOLoss(NO_ACTOR, NO_CRITIC).make_value_estimator(GAE(gamma=gamma, **options)) for gamma in (0.5, 0.75)

@@ -18,7 +18,8 @@ def record(run, recordings, groups=4, length=1100):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of 500 iterations with 64 recorded groups, of noise, which compresses worse than any text."""
+    """A run of 500 iterations with 64 recorded groups, of noise, which compresses worse than any
+    text."""
     folder = tmp_path_factory.mktemp("run")
     write_result(folder)
     names = ("rollout/reward", "policy/entropy", "policy/kl_old", "optim/grad_norm_actor", "time/update_s")

@@ -1,4 +1,5 @@
-"""The report of a run on other systems than this one; what it says is tested with the scripts in examples/."""
+"""The report of a run on other systems than this one; what it says is tested with the scripts in
+examples/."""
 
 import sys
 from importlib.util import find_spec, module_from_spec

@@ -1,4 +1,5 @@
-"""What is on the page: numbers as their definitions say, texts escaped, and what a run lacks is said."""
+"""What is on the page: numbers as their definitions say, texts escaped, and what a run lacks is
+said."""
 
 from __future__ import annotations
 
@@ -179,14 +180,16 @@ class TestPage:
         [({"data/continued_turns": 1000.0}, "1,040"), ({"data/replayed_turns": 7.0}, "33"), ({}, None)],
     )
     def test_turns_of_continuations_are_counted(self, tmp_path, metrics, sampled):
-        """Forty turns are in rows: others were played beside them, or some of them were sampled once."""
+        """Forty turns are in rows: others were played beside them, or some of them were sampled
+        once."""
         write_metrics(tmp_path, **metrics)
         write_result(tmp_path)
         shown = headline(RunFiles.of(tmp_path))
         assert (shown["turns"], shown.get("turns sampled")) == ("40", sampled)
 
     def test_long_ids_have_names_of_their_own(self, tmp_path):
-        """A browser takes numbers for doubles, to which the ids of continuations that lie close are one."""
+        """A browser takes numbers for doubles, to which the ids of continuations that lie close are
+        one."""
         rows = made_rows(2, 3, 24)
         rows[keys.EPISODE_ID] = 2**61 + torch.tensor([5, 6])
         write_rows(tmp_path, rows)
@@ -256,7 +259,8 @@ class TestUntrusted:
         info |= {"machine": {payload: payload}, "environment": {"versions": {payload: payload}}}
         (tmp_path / "run.json").write_text(json.dumps(info))
         text = write_report(tmp_path).read_text()
-        assert text.count("<script") == text.count("</script>") == 3  # the index, a group, the page's own
+        # the index, a group, the page's own
+        assert text.count("<script") == text.count("</script>") == 3
         assert "document.title='run'" not in text
         assert "&lt;script&gt;" in text
         assert set(index_of(text)["pieces"]) >= {visible(each) for each in PAYLOADS}

@@ -1,8 +1,9 @@
-"""``python interrupted_script.py MOMENT SCRIPT [ARGUMENT ...]``: a script that a signal finds at a moment of its run.
+"""``python interrupted_script.py MOMENT SCRIPT [ARGUMENT ...]``: a script that a signal finds at a
+moment of its run.
 
-The moment is ``PHASE:CALL:DELAY:SIGNAL:TO``: after DELAY seconds in the CALL-th call of PHASE, SIGNAL is sent to TO: this
-process ("self", every rank at its own time), its launcher ("parent", from the first rank) or all that the terminal would
-send it to ("group").
+The moment is ``PHASE:CALL:DELAY:SIGNAL:TO``: after DELAY seconds in the CALL-th call of PHASE,
+SIGNAL is sent to TO: this process ("self", every rank at its own time), its launcher ("parent",
+from the first rank) or all that the terminal would send it to ("group").
 """
 
 from __future__ import annotations

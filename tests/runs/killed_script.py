@@ -1,7 +1,8 @@
-"""``python killed_script.py FOLDER CASE ITERATIONS [MODULE:CLASS:METHOD:CALLS]``: a run that SIGKILL may end.
+"""``python killed_script.py FOLDER CASE ITERATIONS [MODULE:CLASS:METHOD:CALLS]``: a run that
+SIGKILL may end.
 
-It prints the digest of its weights and optimizer if it comes to its end. The signal comes instead of the call of METHOD that
-follows CALLS others.
+It prints the digest of its weights and optimizer if it comes to its end. The signal comes instead
+of the call of METHOD that follows CALLS others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Runs for ``test_ranks.py``, started on one process and on two: ``python ranks_run.py OUT WHAT [NAME ...]``.
+"""Runs for ``test_ranks.py``, started on one process and on two:
+``python ranks_run.py OUT WHAT [NAME ...]``.
 
 Each rank leaves its results in ``OUT-WHAT.RANK.pt``.
 """
@@ -135,8 +136,8 @@ PARTS = {
     "later": {"algo": "LLMREINFORCE", "dtype": "float64", "max_iterations": 1, "evaluation_interval": 0},
     "broken": {"algo": "LLMREINFORCE", "dtype": "float64", "max_iterations": 1, "evaluation_interval": 0},
 }
-"""A run that drops groups, one that leaves episodes out, one with a loss of its own whose estimator is chosen after it was built, and one of whose gradients one
-is not finite, on the last rank."""
+"""A run that drops groups, one that leaves episodes out, one with a loss of its own whose estimator
+is chosen after it was built, and one of whose gradients one is not finite, on the last rank."""
 HALF = {
     "bfloat16": {"algo": "LLMPPO", "dtype": "bfloat16", "max_iterations": 2},
     "mixed": {"algo": "LLMPPO", "dtype": "float32", "mixed_precision": "bf16", "max_iterations": 2},
@@ -188,7 +189,8 @@ def build(out, *, callbacks=(), make_loss=None, **settings):
 
 
 def choose(out):
-    """How many rows are chosen where only the first rank has played groups that differ: two batches of them."""
+    """How many rows are chosen where only the first rank has played groups that differ: two batches
+    of them."""
     run = build(out, **PARTS["dynamic"])
     with run.trainer.policy_weights():
         next(iter(run.trainer.collector))
@@ -207,7 +209,8 @@ def choose(out):
 
 
 def learn_from_overlong(out):
-    """The metrics of learning where all that teaches was cut off and is on the first rank, and how far the weights moved."""
+    """The metrics of learning where all that teaches was cut off and is on the first rank, and how
+    far the weights moved."""
     run = build(out, **PARTS["overlong"])
     rows = run.trainer.collect(iter(run.trainer.collector))
     ends = rows[keys.TURN_TERMINATED] | rows[keys.TURN_TRUNCATED]
@@ -295,7 +298,8 @@ def play(out):
 
 @exact_norms()
 def replay(out, rows, **settings):
-    """Learn three times from this rank's groups of ``rows``; the first gradient, and the weights at the end."""
+    """Learn three times from this rank's groups of ``rows``; the first gradient, and the weights at
+    the end."""
     run = build(out, **REPLAY | settings)
     trainer, gradients = run.trainer, []
     step = trainer.updater.step
@@ -321,7 +325,8 @@ def replay(out, rows, **settings):
 
 
 def resume(out):
-    """A run of two iterations, the same in two parts, and the second part of what another number of ranks began."""
+    """A run of two iterations, the same in two parts, and the second part of what another number of
+    ranks began."""
     results = {"whole": train(out / "whole", max_iterations=2, **RESUMED)}
     for part, iterations in (("parts", 1), ("parts", 2), ("others", 2)):
         results[part] = train(out / part, max_iterations=iterations, accept_changes=["max_iterations"], **RESUMED)

@@ -41,7 +41,8 @@ def no_loggers() -> list:
 
 
 def forked(do: Callable[[], object]) -> int:
-    """The exit code of another process that does ``do``: 3 if it is refused because the folder is in use."""
+    """The exit code of another process that does ``do``: 3 if it is refused because the folder is
+    in use."""
     child = os.fork()
     if child == 0:
         code = 1

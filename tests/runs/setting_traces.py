@@ -1,4 +1,5 @@
-"""What the law of the settings is made of: cases, the runs that they change, and the traces of these."""
+"""What the law of the settings is made of: cases, the runs that they change, and the traces of
+these."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ BASE = {
     "save_checkpoints": False,
     "progress": False,
 }
-"""Two iterations of a few conversations, each with a second epoch, so that ratios differ from 1: a quarter of a second."""
+"""Two iterations of a few conversations, each with a second epoch, so that ratios differ from 1: a
+quarter of a second."""
 
 
 class Guess:
@@ -195,7 +197,8 @@ def hanging(config: RunConfig, env: Any) -> dict[str, Any]:
 
 
 def built(config: RunConfig, env: Any) -> dict[str, Any]:
-    """What is made for a run that a test of the suite plays elsewhere: parts whose work is no function of the settings."""
+    """What is made for a run that a test of the suite plays elsewhere: parts whose work is no
+    function of the settings."""
     run = build_run(config, env=env)
     try:
         return {
@@ -211,7 +214,8 @@ def built(config: RunConfig, env: Any) -> dict[str, Any]:
 
 
 def graded(config: RunConfig, env: Any) -> Any:
-    """The gradient on a batch whose log-probs are not the model's: for runs that do not repeat, with ``max_staleness``."""
+    """The gradient on a batch whose log-probs are not the model's: for runs that do not repeat,
+    with ``max_staleness``."""
     run = build_run(replace(config, collector="turn", max_staleness=None, sampler_bounds=None, sampler_level=None))
     next(iter(run.trainer.collector))
     rows = run.trainer.replay_buffer[:].contiguous()
@@ -299,7 +303,8 @@ def fresh_state(config: RunConfig, env: Any) -> Any:
 
 
 def switched(config: RunConfig, env: Any) -> Any:
-    """PyTorch's switches in the forwards of a run: what they change in the numbers depends on the machine."""
+    """PyTorch's switches in the forwards of a run: what they change in the numbers depends on the
+    machine."""
     run, found = build_run(config, env=env), set()
     run.models.model.model.layers[0].self_attn.register_forward_pre_hook(
         lambda *_: found.add((torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()))

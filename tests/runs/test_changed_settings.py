@@ -1,4 +1,5 @@
-"""Settings that a resumed run names in ``accept_changes`` apply from there on; none of them is a dead end."""
+"""Settings that a resumed run names in ``accept_changes`` apply from there on; none of them is a
+dead end."""
 
 import pytest
 from safetensors.torch import load_file

@@ -1,4 +1,5 @@
-"""Checkpoints: whole or not at all, read back exactly, refused when damaged or of other settings."""
+"""Checkpoints: whole or not at all, read back exactly, refused when damaged or of other
+settings."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class Stop(Callback):
 
 
 class Draw(Callback):
-    """Seeds the global generators in the first iteration, and draws from them in each, as code of users does."""
+    """Seeds the global generators in the first iteration, and draws from them in each, as code of
+    users does."""
 
     def __init__(self) -> None:
         self.drawn: dict[int, tuple[float, ...]] = {}
@@ -270,7 +272,8 @@ class TestDamage:
         (last / "manifest.json").write_text("{")
         with pytest.raises(CheckpointError, match=r"manifest\.json is not what was saved"):
             verify(last)
-        assert store.latest() == last  # a resume refuses it, and does not go back further than anyone said
+        # a resume refuses it, and does not go back further than anyone said
+        assert store.latest() == last
 
     def test_nothing_is_a_pickle(self, store):
         for path in store.latest().rglob("*"):
@@ -357,7 +360,8 @@ class TestStore:
 
 
 class TestSaveAndLoad:
-    """``Run.save_checkpoint`` and ``Run.load_checkpoint``: weights for other runs, and the start of one from another."""
+    """``Run.save_checkpoint`` and ``Run.load_checkpoint``: weights for other runs, and the start of
+    one from another."""
 
     def trained(self, tmp_path, **settings):
         run = build_run(small_config(tmp_path / "one", "LLMPPO", **RUN | {"max_iterations": 1, "lora_r": 4} | settings))
@@ -480,14 +484,15 @@ PHASES = {
     "saving": ("torchrl_llm.trainers.states", "State", "save", 8),
     "publishing": ("torchrl.checkpoint", "CheckpointRotation", "prune", 2),
 }
-"""Where a run is killed: module, class and method that is called then, and before how many of its calls, about two
-iterations' worth."""
+"""Where a run is killed: module, class and method that is called then, and before how many of its
+calls, about two iterations' worth."""
 
 SCRIPT = Path(__file__).with_name("killed_script.py")
 
 
 def play(folder: Path, case: int, iterations: int, *kill: str, rows: int | None = None) -> str | None:
-    """One process of the run: killed in a phase, or in mid-run, or left to end. Its digest, if it ended.
+    """One process of the run: killed in a phase, or in mid-run, or left to end. Its digest, if it
+    ended.
 
     Args:
         kill: the phase.
@@ -513,7 +518,8 @@ def play(folder: Path, case: int, iterations: int, *kill: str, rows: int | None 
 
 @pytest.mark.slow
 class TestKilled:
-    """SIGKILL in every phase and at random moments; the run goes on each time, and ends as the one that was left alone.
+    """SIGKILL in every phase and at random moments; the run goes on each time, and ends as the one
+    that was left alone.
 
     ``KILLS`` is how often each case is killed; ``make test-resume`` kills 21 times in all.
     """

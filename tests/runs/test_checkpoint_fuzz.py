@@ -1,4 +1,5 @@
-"""Every file of one checkpoint is deleted, cut, flipped, replaced or joined by others: refused by name, or without effect."""
+"""Every file of one checkpoint is deleted, cut, flipped, replaced or joined by others: refused by
+name, or without effect."""
 
 from __future__ import annotations
 
@@ -199,7 +200,8 @@ class TestResumed:
         assert contents(folder) == before
 
     def test_a_run_of_0_1_0_is_refused(self, run, tmp_path):
-        """Its settings had other names, and ``accept_changes`` of these would lead to a state that nothing reads."""
+        """Its settings had other names, and ``accept_changes`` of these would lead to a state that
+        nothing reads."""
         folder = shutil.copytree(run.config.output_dir, tmp_path / "run", symlinks=True)
         last = folder / "checkpoints" / "checkpoint-000000000002"
         manifest = json.loads((last / "manifest.json").read_text())

@@ -1,4 +1,5 @@
-"""What a run opens is closed: when it ends, when a part fails to close, and when it cannot be built."""
+"""What a run opens is closed: when it ends, when a part fails to close, and when it cannot be
+built."""
 
 import threading
 

@@ -148,7 +148,8 @@ class TestRunConfig:
     def test_types_and_ranges_are_those_of_the_command_line(self, name, value, capsys):
         with pytest.raises(ConfigError, match=rf"{name} is .*; expected "):
             RunConfig(**{name: value})
-        if not isinstance(value, str | None) and name not in ("env_name", "lora_targets"):  # any text is one of these
+        # any text is one of these
+        if not isinstance(value, str | None) and name not in ("env_name", "lora_targets"):
             as_text = str(value).replace("(", "[").replace(")", "]")
             with pytest.raises(SystemExit):
                 parse_run_config([f"--{name}={as_text}"])

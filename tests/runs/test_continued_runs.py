@@ -1,4 +1,5 @@
-"""Runs with credit from continuations (``estimator="TurnVine"``) learn what they cannot learn without, or with wrong, values."""
+"""Runs with credit from continuations (``estimator="TurnVine"``) learn what they cannot learn
+without, or with wrong, values."""
 
 from dataclasses import dataclass
 
@@ -14,7 +15,8 @@ from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import word_tokenizer
 
 SEED = 2975846167
-"""The first of ``drawn_seeds("continued-runs-2", 6)`` (benchmarks/learning.py); the settings were chosen on others."""
+"""The first of ``drawn_seeds("continued-runs-2", 6)`` (benchmarks/learning.py); the settings were
+chosen on others."""
 SETTINGS = {
     "algo": "LLMREINFORCE",
     "dtype": "float32",
@@ -68,11 +70,13 @@ def success(folder, seed: int = SEED, **settings) -> float:
 
 @pytest.mark.parametrize("branch_share", [0.5, pytest.param(1.0, marks=pytest.mark.extra)])
 def test_learns_from_continuations_of_states(tmp_path, branch_share):
-    """The first decision is paid two turns later, and there is no critic: from 0.06 to nearly all of the held-out episodes."""
+    """The first decision is paid two turns later, and there is no critic: from 0.06 to nearly all
+    of the held-out episodes."""
     assert success(tmp_path, estimator="TurnVine", branches=2, branch_share=branch_share) > 0.9
 
 
 @pytest.mark.slow
 def test_learns_nothing_from_the_values_of_other_states(tmp_path):
-    """Which answers are legal is paid at once and learned; which of the four is right, only a value of the right state tells."""
+    """Which answers are legal is paid at once and learned; which of the four is right, only a value
+    of the right state tells."""
     assert success(tmp_path, estimator=f"{__name__}:OneTurnLate", branches=2) < 0.4

@@ -15,7 +15,8 @@ STAGES = {1: {"weights": (0, 1)}, 3: {"weights": (3, 1), "options": [{"moves": 2
 
 
 class Curriculum(Callback):
-    """Sets the stages, and notes episode, environment and number of turns of what is learned from."""
+    """Sets the stages, and notes episode, environment and number of turns of what is learned
+    from."""
 
     def __init__(self):
         self.seen = {}

@@ -1,4 +1,5 @@
-"""What supervised fine-tuning imitates: players, messages and recordings; and runs that imitate them."""
+"""What supervised fine-tuning imitates: players, messages and recordings; and runs that imitate
+them."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ class TestFind:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Runs of two iterations whose episodes are recorded, one whose contexts slide; and the rows of their updates."""
+    """Runs of two iterations whose episodes are recorded, one whose contexts slide; and the rows of
+    their updates."""
     found = {}
     for name, more in {"plain": {}, "slide": {"overflow": "slide", "max_model_len": 64}}.items():
         copies = Copies()
@@ -253,7 +255,8 @@ class TestRuns:
 
     @pytest.mark.parametrize("source", ["player", "messages"])
     def test_so_is_one_that_ends_too_early(self, tmp_path, source):
-        """With ``min_output_tokens`` the loss of such an answer was infinite, and its end was not learned."""
+        """With ``min_output_tokens`` the loss of such an answer was infinite, and its end was not
+        learned."""
         settings = {"demonstrations": SOURCES[source](tmp_path, None), "min_output_tokens": 5}
         with pytest.raises(
             ConfigError, match=r"min_output_tokens=5 lets no answer end before it has as many: lower it"
@@ -308,7 +311,8 @@ class TestRuns:
             assert all(math.isfinite(metrics[name]) for name in wanted)
             assert metrics["loss/imitated"] == pytest.approx(1.0)
             assert metrics["loss/nll"] == pytest.approx(metrics["loss/objective"])
-            assert math.isfinite(metrics.get("policy/first_turn_entropy", 0.0))  # none where nothing was sampled
+            # none where nothing was sampled
+            assert math.isfinite(metrics.get("policy/first_turn_entropy", 0.0))
             ratios = {"log_prob_gap", "kl_old", "kl_reference", "clip_fraction", "ESS", "log_ratio"}
             assert not {f"policy/{name}" for name in ratios} & set(metrics)
         if given is not None:

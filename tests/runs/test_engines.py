@@ -1,4 +1,5 @@
-"""Where the engine of a run is, which share of a GPU it takes, and when it starts; vLLM is not needed."""
+"""Where the engine of a run is, which share of a GPU it takes, and when it starts; vLLM is not
+needed."""
 
 from __future__ import annotations
 

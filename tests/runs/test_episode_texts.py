@@ -1,4 +1,5 @@
-"""Recorded episodes as text: who wrote what, which ones, how long, and nothing that acts where it is shown."""
+"""Recorded episodes as text: who wrote what, which ones, how long, and nothing that acts where it
+is shown."""
 
 from html.parser import HTMLParser
 
@@ -67,7 +68,8 @@ def test_a_context_that_was_cut_says_so(tmp_path):
 
 
 def test_what_would_act_is_a_code_block(tmp_path):
-    """In TensorBoard, whose page it is: the text of each block is what was written, and there is no markup but ours."""
+    """In TensorBoard, whose page it is: the text of each block is what was written, and there is no
+    markup but ours."""
     rows = made_rows(2, turns=2, length=12)
     texts = (*BREAKING, *PAYLOADS)
     rows[keys.TOKENS] = torch.arange(24).reshape(2, 12)

@@ -1,4 +1,5 @@
-"""``granularity="auto"`` in the settings: decided by the environment when the run is built, and kept by a resumed run."""
+"""``granularity="auto"`` in the settings: decided by the environment when the run is built, and
+kept by a resumed run."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ DATASET = partial(PromptDatasetEnv, {"train": ROWS, "test": [{"question": "Q?", 
 
 
 class Guess:
-    """A game of several turns, of which every episode happens to end with its first response: it is won at once."""
+    """A game of several turns, of which every episode happens to end with its first response: it is
+    won at once."""
 
     single_turn = False
 

@@ -85,7 +85,8 @@ def test_a_metric_of_a_step_is_not_changed_unseen_and_one_of_some_steps_is_their
 
 
 class WithTerms(LLMReinforceLoss):
-    """Adds a term to minimize and a number to look at, and one under another's name where ``clash``."""
+    """Adds a term to minimize and a number to look at, and one under another's name where
+    ``clash``."""
 
     clash = False
 

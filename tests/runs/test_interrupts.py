@@ -47,7 +47,8 @@ def interrupt(signum=signal.SIGINT):
 
 @pytest.fixture(autouse=True, scope="module")
 def handlers():
-    """Python's own, also for processes that are started: a shell starts what runs in its background with SIGINT ignored."""
+    """Python's own, also for processes that are started: a shell starts what runs in its background
+    with SIGINT ignored."""
     given = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     before = {signum: signal.signal(signum, handler) for signum, handler in given.items()}
     yield
@@ -348,7 +349,8 @@ def play(script: str, folder: Path, moment: str, *launch: str, iterations: int, 
 
 
 SAMPLED = {"log_prob_gap.csv", "parity_gap.csv", "first_turn_entropy.csv"}
-"""What depends on the log-probs of workers, and these in their last digit on which turns they answer together."""
+"""What depends on the log-probs of workers, and these in their last digit on which turns they
+answer together."""
 
 
 def ended(folder: Path, without: Collection[str] = ()) -> tuple:
@@ -384,7 +386,8 @@ COUNT = int(os.environ.get("INTERRUPTS", "0"))
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 class TestScript:
-    """The real script, in processes of its own; ``make test-interrupt`` takes ten moments of each."""
+    """The real script, in processes of its own; ``make test-interrupt`` takes ten moments of
+    each."""
 
     def compare(self, tmp_path, script, found, *launch, without=(), **settings):
         iterations = 3 + 2 * len(found)
@@ -414,6 +417,7 @@ class TestScript:
         pytest.importorskip("ray", reason="needs Ray: run make test-scale")
         settings = {"ray-workers": 1, "config": ROOT / "examples" / "configs" / "tiny_reinforce_llm.yaml"}
         settings["old-log-probs"] = "scorer"
-        # A terminal knows no SIGTERM: who sends it to Ray's own processes too has ended the cluster.
+        # A terminal knows no SIGTERM: who sends it to Ray's own processes too has ended the
+        # cluster.
         found = [moment.replace("SIGTERM:group", "SIGTERM:self") for moment in moments(COUNT or 1, 3, "group")]
         self.compare(tmp_path, "multiturn_ray.py", found, without=SAMPLED, **settings)

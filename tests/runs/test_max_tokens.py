@@ -1,4 +1,5 @@
-"""``max_tokens`` where none is given: from the shapes of the model and the memory of the machine, and kept by a resumed run."""
+"""``max_tokens`` where none is given: from the shapes of the model and the memory of the machine,
+and kept by a resumed run."""
 
 from __future__ import annotations
 
@@ -252,7 +253,8 @@ class TestEstimate:
 
     @pytest.mark.parametrize("lora_r", [0, 4])
     def test_a_trust_region_keeps_the_weights_that_steps_began_with(self, lora_r):
-        """One copy of those of the actor, on each process of its shards: it computes nothing, and is not gathered."""
+        """One copy of those of the actor, on each process of its shards: it computes nothing, and
+        is not gathered."""
         config = RunConfig(model_path="tiny", algo="LLMPPO", lora_r=lora_r, kl_coeff=0.0)
         bounded, model = replace(config, target_kl=0.01), empty_model(config)
         actor = load_actor_critic(load_tiny_model(), lora=make_lora(config), critic=True).actor_parameters()

@@ -1,4 +1,5 @@
-"""The table of a run's metrics: every iteration once, every metric under its name, whole after a crash."""
+"""The table of a run's metrics: every iteration once, every metric under its name, whole after a
+crash."""
 
 import csv
 import math
@@ -39,7 +40,8 @@ def test_a_run_is_one_table_of_its_metrics(tmp_path):
         for name in table.columns[1:]:
             value = metrics.get(name, math.nan)
             assert row[name] == value or (math.isnan(row[name]) and math.isnan(value)), name
-    # The evaluation of the third iteration brings columns; before, rows are appended to the same file.
+    # The evaluation of the third iteration brings columns; before, rows are appended to the same
+    # file.
     assert "evaluation/success" not in watch.texts[1]
     assert table["evaluation/success"].notna().tolist() == [False, False, True, True]
     assert watch.inodes[0] == watch.inodes[1] != watch.inodes[2] == watch.inodes[3]

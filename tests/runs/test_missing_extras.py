@@ -1,4 +1,5 @@
-"""Extras that an estimator reads and the environment does not declare are refused when a run is built, not after its first batch."""
+"""Extras that an estimator reads and the environment does not declare are refused when a run is
+built, not after its first batch."""
 
 import pytest
 from small_runs import small_config

@@ -120,7 +120,8 @@ class TestCurve:
         evaluated = {"rollout/steps": 4.0, "evaluation/success": 0.3}
         last, after = {"rollout/steps": 7.0}, {"evaluation/success": 0.5}
         assert with_final([evaluated, last], after) == [evaluated, last | after]
-        assert with_final([last, evaluated], after) == [last, evaluated]  # of other tasks, and drawn already
+        # of other tasks, and drawn already
+        assert with_final([last, evaluated], after) == [last, evaluated]
         assert with_final([evaluated, last], {}) == [evaluated, last]
         assert with_final([], after) == []
 

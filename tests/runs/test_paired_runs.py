@@ -1,4 +1,5 @@
-"""The paired comparison of evaluations that were run: what they keep, at the end of a run, and after a resume."""
+"""The paired comparison of evaluations that were run: what they keep, at the end of a run, and
+after a resume."""
 
 import json
 import logging
@@ -102,7 +103,8 @@ class TestEvaluation:
         ids=lambda other: " ".join(map(str, other)),
     )
     def test_other_games_are_no_pair(self, result_of, other):
-        """All that decides what is played and what is won, with the same label, seed and stream, and often the same first context."""
+        """All that decides what is played and what is won, with the same label, seed and stream,
+        and often the same first context."""
         one, two = result_of(stop), result_of(stop, **other)
         with pytest.raises(ValueError, match="not of the same games"):
             paired_comparison(one, two)
@@ -179,7 +181,8 @@ class TestRun:
         ("lacks", "logged"), [(("penalized", "outcomes", "task_digest", "beginnings"), False), ((), True)]
     )
     def test_without_a_pair_the_line_is_left_out(self, tmp_path, caplog, lacks, logged):
-        """The file of an earlier version, and a run that was resumed with another number of episodes."""
+        """The file of an earlier version, and a run that was resumed with another number of
+        episodes."""
         config = small_config(tmp_path, max_iterations=1, **QUICK | {"final_episodes": 4})
         run, said = build_run(config), []
         before = run.final_evaluation()

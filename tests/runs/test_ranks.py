@@ -49,7 +49,8 @@ def start(out, what, *names, how="ddp", device="cpu"):
 
 
 def forked(out, what, *names, how):
-    """The ranks without their launcher; once more if another process took their port before they did."""
+    """The ranks without their launcher; once more if another process took their port before they
+    did."""
     try:
         _forked(out, what, *names, how=how)
     except AssertionError as error:
@@ -59,7 +60,8 @@ def forked(out, what, *names, how):
 
 
 def _forked(out, what, *names, how):
-    """The ranks, with the variables that their launcher would set; whoever fails first ends both."""
+    """The ranks, with the variables that their launcher would set; whoever fails first ends
+    both."""
     arguments = ["--config_file", str(CONFIGS / f"accelerate_{how}.yaml"), str(SCRIPT)]
     given, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(arguments))
     common = prepare_multi_gpu_env(given) | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
@@ -345,7 +347,8 @@ class TestLaws:
 
 @pytest.mark.extra
 class TestParts:
-    """What may be chosen (a loss, an estimator, groups to learn from) is the same for two processes as for one."""
+    """What may be chosen (a loss, an estimator, groups to learn from) is the same for two processes
+    as for one."""
 
     @pytest.fixture(scope="class")
     def one(self, tmp_path_factory):

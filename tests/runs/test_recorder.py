@@ -1,4 +1,5 @@
-"""Episodes that a run keeps: which, with what, at no change of the run, and the same ones after a resume."""
+"""Episodes that a run keeps: which, with what, at no change of the run, and the same ones after a
+resume."""
 
 from __future__ import annotations
 
@@ -166,7 +167,8 @@ class TestResume:
         config = small_config(tmp_path, **self.options | {"max_iterations": 3})
         build_run(config).trainer.train()
         path = recordings(config)[names(2)[0]]
-        (path.parent / f"{names(4)[0]}.safetensors").write_bytes(path.read_bytes())  # by a run that was killed later
+        # by a run that was killed later
+        (path.parent / f"{names(4)[0]}.safetensors").write_bytes(path.read_bytes())
         longer = self.options | {"resume": True, "accept_changes": ["max_iterations"]}
         build_run(small_config(tmp_path, **longer)).trainer.train()
         found = {name: path.read_bytes() for name, path in recordings(config).items()}

@@ -1,4 +1,5 @@
-"""The file format of recorded episodes: what is written is read, whole or not at all, and stays bounded on disk."""
+"""The file format of recorded episodes: what is written is read, whole or not at all, and stays
+bounded on disk."""
 
 import json
 
@@ -163,7 +164,8 @@ class TestFolder:
         whole, cut = (RecordingFolder(place / name, interval=1, max_bytes=limit) for name in ("whole", "cut"))
         self.record(whole, range(1, 41), last=40)
         self.record(cut, range(1, stop + 1), last=stop)
-        saved = max(0, stop - back)  # the checkpoint that it continues is older than the last recording
+        # the checkpoint that it continues is older than the last recording
+        saved = max(0, stop - back)
         again = RecordingFolder(place / "cut", interval=1, max_bytes=limit)
         again.resume(saved, ended=saved == 40)  # there is no iteration after the last one to record
         assert max(again.training(), default=0) <= saved

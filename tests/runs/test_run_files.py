@@ -30,7 +30,8 @@ class TestResult:
         ("result", "info", "iterations"),
         [
             ({"started": "a", "iterations": 2}, {"started": "a"}, 2),
-            ({"started": "a", "iterations": 3}, {"started": "a"}, 2),  # a metric was not written in time
+            # a metric was not written in time
+            ({"started": "a", "iterations": 3}, {"started": "a"}, 2),
             ({"iterations": 2}, {"started": "a"}, 2),  # of 0.2.0, which did not say
             ({"started": "a", "iterations": 2}, {}, 2),
             ({}, {}, 2),
@@ -45,7 +46,8 @@ class TestResult:
     @pytest.mark.parametrize(
         ("result", "info", "iterations"),
         [
-            ({"started": "a", "iterations": 2}, {"started": "b"}, 2),  # resumed, and no iteration has ended
+            # resumed, and no iteration has ended
+            ({"started": "a", "iterations": 2}, {"started": "b"}, 2),
             ({"started": "a", "iterations": 2}, {"started": "a"}, 3),
             ({"iterations": 2}, {"started": "b"}, 3),
         ],

@@ -1,4 +1,5 @@
-"""``output_dir``: nothing is lost that was not replaced by something whole, and nothing foreign is ever touched."""
+"""``output_dir``: nothing is lost that was not replaced by something whole, and nothing foreign is
+ever touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``output_dir`` where links became folders, and where ``checkpoints`` is a link to another place."""
+"""``output_dir`` where links became folders, and where ``checkpoints`` is a link to another
+place."""
 
 from __future__ import annotations
 
@@ -261,7 +262,8 @@ class TestCheckpointsElsewhere:
             assert (elsewhere / "last").resolve().name == "checkpoint-000000000003"
 
     def test_nothing_is_deleted_through_a_link_that_is_not_the_runs(self, folder, finished, tmp_path):
-        """Such as one that an earlier version moved, and that points to another run's checkpoints now."""
+        """Such as one that an earlier version moved, and that points to another run's checkpoints
+        now."""
         run = RunFolder(config(folder, overwrite=True))
         run.open(None, 0, no_loggers)
         other = shutil.copytree(finished / "checkpoints", tmp_path / "other", symlinks=True)

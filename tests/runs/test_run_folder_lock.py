@@ -97,7 +97,8 @@ class TestTwoProcesses:
         RunFolder(first).open(None, 0, no_loggers)
         for path in (first.output_dir / "checkpoints", second.output_dir):
             path.mkdir(parents=True)
-        (first.output_dir / "checkpoints" / "notes.txt").write_text("mine")  # an empty folder would be removed
+        # an empty folder would be removed
+        (first.output_dir / "checkpoints" / "notes.txt").write_text("mine")
         (second.output_dir / "checkpoints").symlink_to(first.output_dir / "checkpoints")
         for one, other in ((first, second), (second, first)):
             known = RunFolder(other)
@@ -188,7 +189,8 @@ class TestTwoProcesses:
         assert forked(RunFolder(settings).check) == 3
 
     def test_a_short_look_of_another_process_is_waited_for(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(folder_lock, "_ATTEMPTS", 10_000)  # the other process may get no core for long
+        # the other process may get no core for long
+        monkeypatch.setattr(folder_lock, "_ATTEMPTS", 10_000)
         settings = config(tmp_path / "run")
         RunFolder(settings).open(None, 0, no_loggers)
         code = f"import fcntl, time; fcntl.flock(f := open({str(tmp_path / 'run' / LOCK)!r}), fcntl.LOCK_EX)\n"
@@ -222,7 +224,8 @@ class TestTwoProcesses:
     def test_a_lock_is_nothing_to_keep_a_folder_for(self, folder):
         run = RunFolder(config(folder, overwrite=True))
         run.open(None, 0, no_loggers)
-        shutil.copy(folder / LOCK, folder / "previous-1" / LOCK)  # of a run that was looked at there
+        # of a run that was looked at there
+        shutil.copy(folder / LOCK, folder / "previous-1" / LOCK)
         run.settle()
         assert not (folder / "previous-1").exists()
 

@@ -235,7 +235,8 @@ def words(folder, **options):
 
 @pytest.mark.slow
 def test_it_learns_to_beat_the_player_that_it_imitated(tmp_path):
-    """From legal moves at random to 0.65 of 400 games against the frozen start; benchmarks/self_play.py has drawn seeds."""
+    """From legal moves at random to 0.65 of 400 games against the frozen start;
+    benchmarks/self_play.py has drawn seeds."""
     words(tmp_path)
     common = {
         "model_path": str(tmp_path / "model"),

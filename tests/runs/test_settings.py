@@ -1,8 +1,10 @@
-"""The law of the settings: whoever changes one changes what a run does, or is told why not. Over every field.
+"""The law of the settings: whoever changes one changes what a run does, or is told why not. Over
+every field.
 
-What a run does is its trace: metrics, weights, files but for the echo of the settings, calls of model, engine and workers.
-Each case changes one field in one context. A context in which the field has nothing to act on belongs here too: there
-the change is refused with a sentence that names the field, never taken without effect.
+What a run does is its trace: metrics, weights, files but for the echo of the settings, calls of
+model, engine and workers. Each case changes one field in one context. A context in which the field
+has nothing to act on belongs here too: there the change is refused with a sentence that names the
+field, never taken without effect.
 """
 
 from __future__ import annotations
@@ -413,7 +415,8 @@ def test_a_trace_is_that_of_its_settings(trace):
     ],
 )
 def test_an_accepted_change_takes_effect(name, value, trace):
-    """What a checkpoint holds of the settings (optimizer, generators, tasks) gives way to the accepted change."""
+    """What a checkpoint holds of the settings (optimizer, generators, tasks) gives way to the
+    accepted change."""
     context = {**SAVED, "minibatch_size": 2, "resume": True, "accept_changes": ["max_iterations", name]}
     case = Case(value, context, prior={"max_iterations": 1})
     same, changed = trace(case, {}), trace(case, {name: value})

@@ -1,5 +1,5 @@
-"""Where SmolLM2 is found and what is refused. With a file of another content in its place: what needs the model itself is in
-``tests/real``."""
+"""Where SmolLM2 is found and what is refused. With a file of another content in its place: what
+needs the model itself is in ``tests/real``."""
 
 import json
 import os
@@ -149,7 +149,8 @@ class TestRefused:
         ],
     )
     def test_a_damaged_cache(self, cache, package, convert, monkeypatch, name, damage):
-        monkeypatch.setattr(smollm2, "_SMALL", 2**17)  # less than the weights of the model of the package
+        # less than the weights of the model of the package
+        monkeypatch.setattr(smollm2, "_SMALL", 2**17)
         folder = smollm2_model_path()
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[:-1] if damage == "cut" else b" " + content[1:])

@@ -38,7 +38,8 @@ def test_the_reference_log_probs_are_the_teachers(tmp_path, teacher):
 
 
 def test_a_run_with_adapters_teaches_its_own_start(tmp_path):
-    """The checkpoint of a run is a teacher, and a student that follows it comes nearer to it than it was."""
+    """The checkpoint of a run is a teacher, and a student that follows it comes nearer to it than
+    it was."""
     first = build_run(
         small_config(tmp_path / "first", lora_r=4, lr_actor=2e-2, max_iterations=4, save_checkpoints=True)
     )

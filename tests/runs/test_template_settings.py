@@ -47,7 +47,8 @@ class TestChatTemplate:
         assert RunConfig.from_yaml(config.output_dir / "config.yaml").chat_template == OWN
         saved = find_saved_model(config.output_dir)
         folders = [export_model(saved, tmp_path / form, format=form) for form in ("adapter", "merged")]
-        (folders[0] / "chat_template.jinja").unlink()  # an adapter may be copied without its tokenizer
+        # an adapter may be copied without its tokenizer
+        (folders[0] / "chat_template.jinja").unlink()
         for folder in (config.output_dir, *folders):
             found = find_saved_model(folder)
             loaded = load_saved_model(found, found.config(device="cpu"))

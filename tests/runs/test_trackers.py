@@ -1,4 +1,5 @@
-"""One run in all loggers: the same names and values, and the text of episodes where it is asked for."""
+"""One run in all loggers: the same names and values, and the text of episodes where it is asked
+for."""
 
 import csv
 import json
@@ -56,7 +57,8 @@ def in_tensorboard(run: Path) -> dict[tuple[str, int], float]:
 
 
 def wandb_records(path: Path):
-    """The records of a ``.wandb`` file: LevelDB's log format in blocks of 32 KiB, with a header of 7 bytes."""
+    """The records of a ``.wandb`` file: LevelDB's log format in blocks of 32 KiB, with a header of
+    7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, record = path.read_bytes(), 7, b""
@@ -101,7 +103,9 @@ def run(tmp_path_factory) -> Path:
         made.trainer.train()
         for target in made.trainer.loggers:
             target.shutdown()
-        wandb.teardown()  # waits for the process that writes the file: on a busy machine its last record may come after finish()
+        # waits for the process that writes the file: on a busy machine its last record may come
+        # after finish()
+        wandb.teardown()
     return config.output_dir
 
 

@@ -1,4 +1,5 @@
-"""The share of evaluated tasks that was trained on: known, or said to be unknown; and beside every win rate."""
+"""The share of evaluated tasks that was trained on: known, or said to be unknown; and beside every
+win rate."""
 
 import json
 from dataclasses import replace

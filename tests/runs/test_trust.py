@@ -59,7 +59,8 @@ class TestFolders:
             ({"env_name": "openenv:http://127.0.0.1:9"}, "--env-name openenv:http://127.0.0.1:9"),
             ({"env_name": "code:Taco8k"}, "--env-name code:Taco8k"),
             ({"env_name": "gem:code:Taco8k"}, "--env-name gem:code:Taco8k"),
-            ({"env_name": "rg:string_insertion"}, "--env-name rg:string_insertion"),  # evaluates answers as Python
+            # evaluates answers as Python
+            ({"env_name": "rg:string_insertion"}, "--env-name rg:string_insertion"),
             ({"env_name": "eval:AMC"}, "--env-name eval:AMC"),
             ({"env_name": "textarena:Debate-v0"}, "--env-name textarena:Debate-v0"),
             (

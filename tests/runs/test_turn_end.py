@@ -24,7 +24,8 @@ STYLES = {
 
 @pytest.fixture(params=STYLES)
 def model(request, tmp_path):
-    """A model in the style of a family: its folder, its tokenizer, and the names of its end of text and of a turn."""
+    """A model in the style of a family: its folder, its tokenizer, and the names of its end of text
+    and of a turn."""
     end, turn_end, other = STYLES[request.param]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=byte_tokenizer().backend_tokenizer,
@@ -34,7 +35,8 @@ def model(request, tmp_path):
         chat_template=(TEMPLATES / f"{request.param}.jinja").read_text(),
     )
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    random_model(tokenizer).save_pretrained(tmp_path / "model")  # its generation config names the end of text alone
+    # its generation config names the end of text alone
+    random_model(tokenizer).save_pretrained(tmp_path / "model")
     return tmp_path, tokenizer, end, turn_end
 
 

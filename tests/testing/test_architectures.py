@@ -1,4 +1,5 @@
-"""The sweep over model types: a sample of them, and faults that it must find. ``make test-models`` tries them all."""
+"""The sweep over model types: a sample of them, and faults that it must find. ``make test-models``
+tries them all."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from torchrl_llm.modules.hf import _self_check
 
 MIXTURES = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe")
 REFUSED = {
-    "gpt_neo": ("sampler", "ContextLengthError: .* window of 16 tokens"),  # masks of its own, by column
+    # masks of its own, by column
+    "gpt_neo": ("sampler", "ContextLengthError: .* window of 16 tokens"),
     "bert": ("scorer", "UnsupportedHeadError"),
     "xlm": ("scorer", "not causal"),
     "phimoe": ("LoRA", "LoraTargetError: .* PhimoeForCausalLM"),
@@ -34,7 +36,8 @@ class TestSample:
     def test_agrees(self, name):
         found, expected = check(name), dict.fromkeys(PARTS, Finding("agrees"))
         if name == "moshi" and Version(transformers.__version__) < Version("5.21"):
-            # Its backbone passes nothing on to its layers there, so that no attention hears of prefixes.
+            # Its backbone passes nothing on to its layers there, so that no attention hears of
+            # prefixes.
             assert "its states would differ" in found.pop("shared").note
             expected.pop("shared")
         assert found == expected

@@ -1,4 +1,5 @@
-"""Arithmetic made offline: rows, splits and tokens. What the model that learns from them can do is seen in the example."""
+"""Arithmetic made offline: rows, splits and tokens. What the model that learns from them can do is
+seen in the example."""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ def play(world, seed: int, choose) -> tuple[list[str], list[float], list[dict]]:
 
 
 def listed(world, policy, state, gamma: float) -> tuple[float, float]:
-    """Return and success from a state on, by listing every answer and outcome; nothing is remembered."""
+    """Return and success from a state on, by listing every answer and outcome; nothing is
+    remembered."""
     total = won = 0.0
     for answer, p in policy(state).items():
         for outcome in world.outcomes(state, answer):
@@ -102,7 +103,8 @@ class TestExactValues:
     def test_values_of_a_policy_are_those_of_all_episodes(self, seed, gamma):
         for name, world in SMALL.items():
             policy = random_policy(world, seed, illegal=name != "early-decision")
-            if name == "early-decision":  # has too many episodes to list them all; its last three turns have not
+            # has too many episodes to list them all; its last three turns have not
+            if name == "early-decision":
                 world = EarlyDecision(luck=0.25)
                 world.tasks = [Bet(2, "", packed) for packed in (False, True)]
             returns = policy_values(world, policy, gamma=gamma)
@@ -127,7 +129,8 @@ class TestExactValues:
         best = best_values(world, payoff=payoff)
         states = list(best)
         values = {task: [] for task in world.tasks}
-        # Two things are right somewhere; a third stands for all that are wrong, and illegal answers are worse.
+        # Two things are right somewhere; a third stands for all that are wrong, and illegal answers
+        # are worse.
         for choice in itertools.product(("hat", "coat", "boots"), repeat=len(states)):
             plan = dict(zip(states, choice, strict=True))
             for task in world.tasks:
@@ -222,7 +225,8 @@ class TestAll:
             CREDIT_WORLDS[name]().step("hat")
 
     def test_in_gem_env_the_best_player_succeeds(self, name):
-        """Through the tokenizer and the collector, with extras; the player has its own copy of the environment."""
+        """Through the tokenizer and the collector, with extras; the player has its own copy of the
+        environment."""
         world, words = CREDIT_WORLDS[name], word_tokenizer(CREDIT_WORLDS[name].WORDS)
         player = best_player(name)
         env = GEMEnv(world, tokenizer=words, num_envs=8, max_model_len=200, max_output_tokens=2)
@@ -238,7 +242,8 @@ class TestAll:
 
 
 def best_player(name: str):
-    """The best answer to the messages of an episode, for a scripted policy that reads the context."""
+    """The best answer to the messages of an episode, for a scripted policy that reads the
+    context."""
 
     def messages(context: str) -> list[str]:
         parts = [part.split("<|im_end|>")[0].split() for part in context.split("<|im_start|>")[1:-1]]
@@ -304,13 +309,15 @@ class TestDistractingRewards:
             assert paid == pytest.approx([-0.1 if turn == wrong else 1 / 3 for turn in range(3)])
 
     def test_the_variances_of_the_docstring(self):
-        """Of the return, of the return from a turn on, and of a temporal difference with exact values, given the answers."""
+        """Of the return, of the return from a turn on, and of a temporal difference with exact
+        values, given the answers."""
         world = DistractingRewards(turns=4, noise=0.7)
         episodes = [play(world, seed, lambda texts: RIGHT[texts[-1].split()[1]])[1] for seed in range(3000)]
         rewards = torch.tensor(episodes, dtype=torch.float64)
         assert float(rewards.sum(1).var()) == pytest.approx(4 * 0.49, rel=0.1)
         to_go = rewards.flip(1).cumsum(1).var(0)
-        assert float(to_go.mean()) == pytest.approx(2.5 * 0.49, rel=0.1)  # (turns + 1) / 2 of them, on average
+        # (turns + 1) / 2 of them, on average
+        assert float(to_go.mean()) == pytest.approx(2.5 * 0.49, rel=0.1)
         assert float(rewards.var(0).mean()) == pytest.approx(0.49, rel=0.1)
 
 

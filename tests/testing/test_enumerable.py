@@ -1,4 +1,5 @@
-"""The enumerable game: its conversations are all there are, and what it says of them agrees with other ways to know it."""
+"""The enumerable game: its conversations are all there are, and what it says of them agrees with
+other ways to know it."""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ class TestConversations:
 class TestExpectations:
     @pytest.mark.parametrize("gamma", [1.0, 0.7])
     def test_values_satisfy_the_bellman_equation(self, mdp, actor, gamma):
-        """Played with the rules alone: from a context, the value is the mean over what can be said next."""
+        """Played with the rules alone: from a context, the value is the mean over what can be said
+        next."""
 
         @cache
         def chances(context):
@@ -192,14 +194,16 @@ class TestBatches:
         for members in itertools.product(range(len(task)), repeat=3):
             if same_task and len({task[i] for i in members}) > 1:
                 continue
-            chance = float(p[list(members)].prod()) * (4 if same_task else 1)  # the task is drawn once, not thrice
+            # the task is drawn once, not thrice
+            chance = float(p[list(members)].prod()) * (4 if same_task else 1)
             ordered[tuple(sorted(members))] = ordered.get(tuple(sorted(members)), 0.0) + chance
         found = dict(zip(map(tuple, index.tolist()), probability.tolist(), strict=True))
         assert found == pytest.approx(ordered, rel=1e-12)
         assert sum(found.values()) == pytest.approx(1.0, abs=1e-12)
 
     def test_the_expected_gradient_is_the_mean_of_the_batches_gradients(self, actor):
-        """One backward pass over all batches, or each batch by itself: weights and statistics of its own."""
+        """One backward pass over all batches, or each batch by itself: weights and statistics of
+        its own."""
         mdp = EnumerableMDP(max_turns=1)
         policy_loss = LLMReinforceLoss(actor, kl_coeff=0.0, weighting="token")
         rows, index_and_p = mdp.rows(actor).exclude(keys.EPISODE_ID), mdp.batches(actor, 2)

@@ -1,4 +1,5 @@
-"""The pretended GPU: what a CUDA device refuses is refused, what makes the host wait is counted, and values are those of the CPU."""
+"""The pretended GPU: what a CUDA device refuses is refused, what makes the host wait is counted,
+and values are those of the CPU."""
 
 import copy
 import io
@@ -34,7 +35,8 @@ def line_of(text: str) -> str:
 
 
 class TestPlaces:
-    """Where tensors are: what is computed of a GPU's tensors is there, and what is made is where it was asked for."""
+    """Where tensors are: what is computed of a GPU's tensors is there, and what is made is where it
+    was asked for."""
 
     @pytest.mark.parametrize(
         "make",
@@ -194,7 +196,8 @@ class TestErrors:
 
     def test_name_the_line_of_the_code_that_was_called(self, gpu):
         with pytest.raises(DeviceError) as raised:
-            nn.functional.layer_norm(torch.ones(2, 4, device="cuda"), (4,), torch.ones(4))  # the line of the layer
+            # the line of the layer
+            nn.functional.layer_norm(torch.ones(2, 4, device="cuda"), (4,), torch.ones(4))
         assert str(raised.value) == (
             f"native_layer_norm(cuda:0 [2, 4], cpu [4]) mixes devices at {line_of('# the line of the layer')}"
         )

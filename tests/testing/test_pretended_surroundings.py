@@ -1,4 +1,5 @@
-"""What a pretended GPU puts in the place of PyTorch's and of other packages' own: they see a GPU, and nothing of it remains."""
+"""What a pretended GPU puts in the place of PyTorch's and of other packages' own: they see a GPU,
+and nothing of it remains."""
 
 import copy
 import io
@@ -127,7 +128,8 @@ class TestSurroundings:
 
 
 class TestFiles:
-    """A file says where its tensors were, and they are put there again, or where ``map_location`` says."""
+    """A file says where its tensors were, and they are put there again, or where ``map_location``
+    says."""
 
     @pytest.mark.parametrize("where", [None, "cpu", "cuda"])
     def test_tensors_are_loaded_where_they_were_or_are_asked_for(self, gpu, where):

@@ -1,4 +1,5 @@
-"""The probes: their optima are what is said, sound algorithms reach them, and broken ones do not."""
+"""The probes: their optima are what is said, sound algorithms reach them, and broken ones do
+not."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ class TestProbes:
         assert torch.equal(rows[keys.TURN_TERMINATED].any(1), rows[keys.ENV_ID] == 1)
 
     def test_without_a_critic_a_game_that_is_cut_off_is_worth_what_it_paid(self):
-        """What LLMREINFORCE takes both games for, where the critic says 2 and 2 of the one that goes on."""
+        """What LLMREINFORCE takes both games for, where the critic says 2 and 2 of the one that
+        goes on."""
         target = ReBN(gamma=TimeLimit.gamma)(episodes(TimeLimit))[keys.TURN_VALUE_TARGET]
         assert torch.equal(target, torch.tensor([[1.5, 1.0]]).expand_as(target))
 

@@ -1,4 +1,5 @@
-"""The collector on simulated workers: exact where it can be worked out by hand, and its laws for any number of workers."""
+"""The collector on simulated workers: exact where it can be worked out by hand, and its laws for
+any number of workers."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def collector_of(costs=FREE, lengths=SHORT, *, slots=4, **kwargs):
 class TestTime:
     @pytest.mark.parametrize(("slots", "expected"), [(1, 8 * 30), (8, 30), (16, 30)])
     def test_of_equal_episodes(self, slots, expected):
-        """8 episodes of 3 turns of 10 tokens: a slot plays one after the other, and slots side by side."""
+        """8 episodes of 3 turns of 10 tokens: a slot plays one after the other, and slots side by
+        side."""
         collector = collector_of(lengths=lambda _: [10, 10, 10], slots=slots, num_workers=1, batch_size=8)
         collector.batch()
         assert collector.cluster.now == pytest.approx(expected * FREE.step)
@@ -46,7 +48,8 @@ class TestTime:
         ],
     )
     def test_of_what_costs_something(self, costs, more):
-        """One episode: its first prompt and two more come from the environment, and one message is enough."""
+        """One episode: its first prompt and two more come from the environment, and one message is
+        enough."""
         costs = replace(FREE, **costs)
         collector = collector_of(costs, lambda _: [5, 5, 5], num_workers=1, batch_size=1)
         collector.batch()
@@ -99,7 +102,8 @@ class TestEpisodes:
 class TestManyWorkers:
     @pytest.mark.parametrize(("staleness", "per_slot", "share"), [(0, 16, 0.83), (1, 4, 0.93)])
     def test_one_process_feeds_64(self, staleness, per_slot, share):
-        """Of 8 slots each: 750 conversations a second. With a message for each of them it would have no time left."""
+        """Of 8 slots each: 750 conversations a second. With a message for each of them it would
+        have no time left."""
         run = simulate(
             Costs(),
             SHORT,

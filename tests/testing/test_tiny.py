@@ -65,7 +65,8 @@ class TestFiles:
 
 class TestTokenizer:
     def test_auto_tokenizer_keeps_the_files_own_rules(self, tiny):
-        """``AutoTokenizer`` puts Qwen2's pre-tokenizer in place of the file's: they have to be the same."""
+        """``AutoTokenizer`` puts Qwen2's pre-tokenizer in place of the file's: they have to be the
+        same."""
         own = Tokenizer.from_file(str(tiny_model_path() / "tokenizer.json"))
         for texts in _games(20):
             for text in texts:
@@ -116,7 +117,8 @@ class TestRender:
             assert said == "".join(text + "<|im_end|>" for text in texts[1::2])
 
     def test_cloned_ids_are_those_of_gem_env(self, tiny, formatter):
-        """What was cloned is what the environment shows: the same ids and actions as rows played in GEMEnv."""
+        """What was cloned is what the environment shows: the same ids and actions as rows played in
+        GEMEnv."""
         tokenizer = tiny[1]
         guesses = (3, 9, 7, 10)
         env = GEMEnv(maker.ENV_ID, tokenizer=tokenizer, num_envs=4, max_model_len=160, max_output_tokens=8)

@@ -57,7 +57,8 @@ def play(world, seed: int, player) -> tuple[list[str], list[float], bool]:
 
 
 def outcomes(world, seeds: tuple[int, ...], answers, said: tuple[str, ...] = ()) -> set[frozenset[int]]:
-    """What every policy achieves, by exhaustion: for each policy the seeds that it wins. The environment is replayed.
+    """What every policy achieves, by exhaustion: for each policy the seeds that it wins. The
+    environment is replayed.
 
     Args:
         seeds: of tasks that the conversation so far cannot tell apart.
@@ -178,7 +179,8 @@ class TestCoins:
 
     @pytest.mark.parametrize(("cells", "moves", "worths"), [(4, 3, (2, 3)), (5, 4, (1, 2, 4)), (5, 6, (1, 1, 2))])
     def test_the_optimum_is_that_of_all_plans(self, cells, moves, worths):
-        """Every sequence of moves, played in the environment: the best one collects what dynamic programming says."""
+        """Every sequence of moves, played in the environment: the best one collects what dynamic
+        programming says."""
         world = Coins(cells=cells, moves=moves, worths=worths)
         wins = []
         for task, seed in seed_of_each_task(world).items():
@@ -273,7 +275,8 @@ class TestKeyAndDoor:
         groups = {}
         for task, seed in seeds.items():
             groups.setdefault(world.first_message(task), []).append(seed)
-        # An illegal answer waits, as "take" in the hall does; with it the larger ones take ten seconds.
+        # An illegal answer waits, as "take" in the hall does; with it the larger ones take ten
+        # seconds.
         answers = (*KeyAndDoor.ANSWERS, *["?"] * (cells + slack == 3))
         wins = sum(max(map(len, outcomes(world, tuple(group), answers))) for group in groups.values())
         assert wins / len(seeds) == key_and_door_optimum(world) == rate
@@ -344,10 +347,12 @@ class TestMaker:
             assert min(rewards) >= 0
 
     def test_same_seed_same_model(self, name):
-        recipe = maker.Recipe(careful_steps=2, forgetful_steps=1, games=8)  # few tasks: two games may be the same
+        # few tasks: two games may be the same
+        recipe = maker.Recipe(careful_steps=2, forgetful_steps=1, games=8)
         (first, tokenizer), (second, _), (other, _) = (maker.make(name, seed=seed, recipe=recipe) for seed in (0, 0, 1))
         assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-        # No episode holds the padding: its embedding tells the initial weights. The first batch tells the episodes.
+        # No episode holds the padding: its embedding tells the initial weights. The first batch
+        # tells the episodes.
         initial = [model.get_input_embeddings().weight[tokenizer.pad_token_id] for model in (first, other)]
         assert not torch.equal(*initial)
         batches = [next(maker.examples(name, tokenizer, recipe, seed))[0].tolist() for seed in (0, 0, 1)]

@@ -184,7 +184,8 @@ class TestTasks:
         assert evaluate(env, says(lambda *_: r"\boxed{3}"), 100).episodes == 100
 
     def test_greedy_beneath_transforms(self, make, says):
-        """The same tasks, although a TransformedEnv keeps attributes that are set on it to itself."""
+        """The same tasks, although a TransformedEnv keeps attributes that are set on it to
+        itself."""
         plain, beneath = (make("game:GuessTheNumber-v0-easy", max_model_len=1024) for _ in range(2))
         within = TransformedEnv(beneath, StepCounter())
         result, expected = (evaluate(env, says(lambda *_: r"\boxed{3}"), 100, greedy=True) for env in (within, plain))
@@ -210,7 +211,8 @@ class TestTasks:
         assert success_interval(torch.ones(40).bool(), torch.arange(40) % 4) == pytest.approx(wilson_interval(4, 4))
 
     def test_interval_covers_the_rate_over_tasks(self):
-        """40 tasks, each won always or never, played ten times: the interval of 400 coins covers in one case of three."""
+        """40 tasks, each won always or never, played ten times: the interval of 400 coins covers in
+        one case of three."""
         rng, hits = np.random.default_rng(0), [0, 0]
         for _ in range(300):
             won = torch.from_numpy(rng.random(40) < 0.4).repeat(10)

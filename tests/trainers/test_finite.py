@@ -111,7 +111,8 @@ class TestSkippedSteps:
         assert {int(values["step"]) for values in runs[1].trainer.optimizer.state.values()} == {2}
 
     def test_the_run_ends_after_some_in_a_row(self, tmp_path):
-        """And not after as many with others in between; what is saved has the weights of the last step that was taken."""
+        """And not after as many with others in between; what is saved has the weights of the last
+        step that was taken."""
         apart = Broken(*(step for step in range(3 * MAX_SKIPPED_STEPS) if step % MAX_SKIPPED_STEPS))
         run = broken_run(tmp_path / "apart", BrokenActor, apart, max_iterations=2 * MAX_SKIPPED_STEPS)
         history = run.trainer.train()
@@ -144,7 +145,8 @@ class TestSkippedSteps:
 
 @pytest.fixture
 def half(monkeypatch):
-    """Runs scale their losses as in float16: accelerate makes a scaler on GPUs only, so it is put in here."""
+    """Runs scale their losses as in float16: accelerate makes a scaler on GPUs only, so it is put
+    in here."""
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})
 
     def make_accelerator(config):
@@ -189,7 +191,8 @@ class TestLossScale:
         assert norms[0] == pytest.approx(norms[1], rel=1e-4) != 0.0
 
     def test_a_finite_gradient_without_a_finite_norm_is_skipped_too(self, tmp_path, half):
-        """Its squares overflow: clipped by such a norm it would be 0, and a step of Adam's old moments."""
+        """Its squares overflow: clipped by such a norm it would be 0, and a step of Adam's old
+        moments."""
         run = build_run(small_config(tmp_path, max_grad_norm=math.inf))
         run.trainer.update(prepared(run.trainer))
         before = state(run.trainer)

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning learns: a random model comes to do what a player shows it, or more of what it wins with."""
+"""Supervised fine-tuning learns: a random model comes to do what a player shows it, or more of what
+it wins with."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def left_at_first(context, rng):
 
 
 def imitated(probe, player, seed, *, iterations):
-    """The share of the optimum that a random model is worth before and after it imitates ``player``."""
+    """The share of the optimum that a random model is worth before and after it imitates
+    ``player``."""
     tokenizer, size = word_tokenizer(probes.WORDS), 32
     sampling = SamplingConfig(max_output_tokens=1, stop_ids=())
     model = random_model(tokenizer, hidden=16, layers=1, seed=seed)

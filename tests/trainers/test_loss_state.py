@@ -1,4 +1,5 @@
-"""What a loss and its estimator keep from one iteration to the next belongs to a checkpoint, and continues with the run."""
+"""What a loss and its estimator keep from one iteration to the next belongs to a checkpoint, and
+continues with the run."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from torchrl_llm.trainers.loss_state import own_state
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LearnedBaseline(ReBN):
-    """Returns less a moving average of those of earlier batches, and how many batches there were."""
+    """Returns less a moving average of those of earlier batches, and how many batches there
+    were."""
 
     def __post_init__(self, value_network):
         super().__post_init__(value_network)
@@ -38,7 +40,8 @@ class LearnedBaseline(ReBN):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Adaptive(LLMReinforceLoss):
-    """Its objective is scaled by a number that grows with each optimizer batch; a table is shared with the actor."""
+    """Its objective is scaled by a number that grows with each optimizer batch; a table is shared
+    with the actor."""
 
     def __post_init__(self, actor, critic):
         super().__post_init__(actor, critic)
@@ -167,7 +170,8 @@ class TestState:
         assert kept(other)["_value_estimator._extra_state"] == {"batches": 2}
 
     def test_what_has_no_place_is_named(self, tmp_path, caplog):
-        """In a run that goes on with another loss; and with this one, from a checkpoint of a loss without a state."""
+        """In a run that goes on with another loss; and with this one, from a checkpoint of a loss
+        without a state."""
         trained(built(tmp_path, 1))
         change = RESUMED | {"accept_changes": ["max_iterations", "make_loss"]}
         trained(built(tmp_path, 2, make_loss=make_other, **change))
@@ -181,7 +185,8 @@ class TestState:
 
 
 class TestExtraState:
-    """What ``get_extra_state`` returns may be a tensor of any shape, and whatever else a checkpoint can hold."""
+    """What ``get_extra_state`` returns may be a tensor of any shape, and whatever else a checkpoint
+    can hold."""
 
     @staticmethod
     def run(folder, iterations, kind, **settings):

@@ -1,4 +1,5 @@
-"""What PyTorch is set to while a trainer works, and the precision that follows from settings and device."""
+"""What PyTorch is set to while a trainer works, and the precision that follows from settings and
+device."""
 
 import pytest
 import torch

@@ -24,7 +24,8 @@ class TestProgressBar:
         assert len(first) == 4  # at the start, after each iteration, at the end
         ends = [int(re.search(r"/(\d+) \[", state)[1]) for state in first]
         steps = [int(entry["rollout/steps"]) for entry in run.trainer.history]
-        assert ends == [100_000, 2 * steps[0], steps[1], steps[1]]  # where two iterations end, and not max_steps
+        # where two iterations end, and not max_steps
+        assert ends == [100_000, 2 * steps[0], steps[1], steps[1]]
         assert all(state.startswith("LLMREINFORCE: ") for state in first)
 
         more = {"max_iterations": 3, "resume": True, "accept_changes": ["max_iterations"]}
@@ -40,7 +41,8 @@ class TestProgressBar:
 
     def test_a_file_gets_a_line_now_and_then(self, tmp_path, capsys, monkeypatch):
         build_run(small_config(tmp_path / "often", progress=None, max_iterations=4)).trainer.train()
-        (line,) = re.findall("iteration .*", capsys.readouterr().err)  # the others come within the interval
+        # the others come within the interval
+        (line,) = re.findall("iteration .*", capsys.readouterr().err)
         assert re.match(r"iteration 1, \d+ of \d+ turns: reward=\S+, success=\S+, kl_old", line.replace("policy/", ""))
         monkeypatch.setattr(ProgressBar, "line_interval", 0.0)
         build_run(small_config(tmp_path / "each", progress=None, max_iterations=4)).trainer.train()

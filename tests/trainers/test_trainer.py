@@ -1,4 +1,5 @@
-"""The training loop: it learns, collectors and environments fit, its parts can be used one by one."""
+"""The training loop: it learns, collectors and environments fit, its parts can be used one by
+one."""
 
 import ast
 import inspect
@@ -48,7 +49,8 @@ class TestAsync:
         assert history[-1]["policy/log_prob_gap"] > history[0]["policy/log_prob_gap"]
 
     def test_a_correction_that_leaves_out_every_token_is_told(self, tmp_path, caplog):
-        """Under top-p the ratio of a token is the share of the probability that is kept; of a turn it is their product."""
+        """Under top-p the ratio of a token is the share of the probability that is kept; of a turn
+        it is their product."""
         settings = {"top_p": 0.5, "sampler_correction": "mask", "sampler_bounds": (0.8, 1.25)}
         config = small_config(tmp_path, **settings, sampler_level="turn", max_iterations=1)
         (metrics,) = build_run(config).trainer.train()
@@ -112,7 +114,8 @@ class TestAdaptiveTasks:
 
 
 class TestStepTimeout:
-    """An environment that hangs costs its episode, in training and in evaluation, whatever the collector."""
+    """An environment that hangs costs its episode, in training and in evaluation, whatever the
+    collector."""
 
     @pytest.mark.parametrize("collector", ["turn", "async"])
     def test_the_run_goes_on(self, tmp_path, collector, hang):
@@ -166,7 +169,8 @@ class TestLearning:
         after = run.final_evaluation()
         assert before.success < 0.75
         assert after.success >= before.success + 0.10
-        # Both play the same tasks, so how much the ten tasks differ does not count here: an interval of plain episodes.
+        # Both play the same tasks, so how much the ten tasks differ does not count here: an
+        # interval of plain episodes.
         (_, high), (low, _) = (wilson_interval(each.success * each.episodes, each.episodes) for each in (before, after))
         assert low > high
 
@@ -218,7 +222,8 @@ class TestIteration:
 
 
 class TestWhatOthersBring:
-    """An evaluator, a logger or a callback that fails ends the run with its error, and costs no iteration."""
+    """An evaluator, a logger or a callback that fails ends the run with its error, and costs no
+    iteration."""
 
     @pytest.mark.parametrize(
         ("returned", "error", "match"),
@@ -418,7 +423,8 @@ class TestParts:
         run.close()
 
     def test_the_kl_that_decays_is_one_that_the_loss_sets(self, tmp_path):
-        """``kl_fraction`` reaches no estimator of another package, whatever its attributes are called."""
+        """``kl_fraction`` reaches no estimator of another package, whatever its attributes are
+        called."""
 
         class Foreign(GAE):
             kl_coeff = 1.0
@@ -457,7 +463,8 @@ class Zero(TurnEstimator):
 
 
 def test_the_loop_reads_as_one_process_with_parts_of_one_kind():
-    """What several processes, Ray or other collectors need is behind :class:`Distributed` and :class:`StockCollector`."""
+    """What several processes, Ray or other collectors need is behind :class:`Distributed` and
+    :class:`StockCollector`."""
     source = Path(inspect.getfile(LLMTrainer)).read_text()
     calls = {
         node.func.id

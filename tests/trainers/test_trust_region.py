@@ -90,7 +90,8 @@ def test_the_kl_may_be_measured_on_a_part_of_the_batch(tmp_path):
 
 
 def test_what_the_sampler_computes_otherwise_is_no_step(tmp_path):
-    """Truncated sampling, whose log-probs are others: the KL is to the trained policy before the update."""
+    """Truncated sampling, whose log-probs are others: the KL is to the trained policy before the
+    update."""
     settings = {"top_p": 0.8, "old_log_probs": "sampler", "lr_actor": 1e-6}
     run, _, _, rows, metrics = updated(tmp_path, target_kl=0.001, **settings)
     assert kl(run, rows) > 0.002
@@ -126,7 +127,8 @@ class Heard(Callback):
 
 
 def counted_update(tmp_path, make_loss=None, **settings):
-    """The metrics of an update, how often the actor scored rows without a gradient meanwhile, how many steps were heard of."""
+    """The metrics of an update, how often the actor scored rows without a gradient meanwhile, how
+    many steps were heard of."""
     heard, scored = Heard(), []
     config = small_config(tmp_path, **{"target_kl_share": 1.0} | settings)
     run = build_run(config, make_loss=make_loss, callbacks=[heard])
@@ -153,7 +155,8 @@ class TestNextForward:
         assert (scored, steps) == (4, 4)
 
     def test_where_it_finds_the_step_too_long_the_rows_decide(self, tmp_path):
-        """A minibatch, here of all rows, is beyond the target, and every fourth row is not: the step is kept, and the next taken."""
+        """A minibatch, here of all rows, is beyond the target, and every fourth row is not: the
+        step is kept, and the next taken."""
         settings = {"epochs": 2, "lr_actor": 1e-4, "seed": 0}
         free, *_, rows, _ = updated(tmp_path, **settings | {"epochs": 1})
         found, decides = kl(free, rows), kl(free, rows[::4])
@@ -206,7 +209,8 @@ GUARDS = {
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_one_update_undoes_what_was_learned_whatever_bounds_the_gradient(tmp_path, guard):
-    """The fall in miniature: what bounds gradients does not bound Adam's step, whose length is the learning rate's."""
+    """The fall in miniature: what bounds gradients does not bound Adam's step, whose length is the
+    learning rate's."""
     assert success_after_one_update(tmp_path, **GUARDS[guard]) < 0.1
 
 

@@ -1,4 +1,5 @@
-"""The update: its gradient is the whole batch's, in every precision, and the same when it is repeated."""
+"""The update: its gradient is the whole batch's, in every precision, and the same when it is
+repeated."""
 
 import math
 
@@ -21,7 +22,8 @@ from torchrl_llm.trainers.schedule import lr_factor
 class TestUpdate:
     @pytest.mark.parametrize("algo", ALGORITHMS)
     def test_micro_batches_do_not_change_the_weights(self, tmp_path, exact_norms, algo):
-        """Float64, two epochs of two optimizer steps: the same weights for one pass of all rows and for one row a pass."""
+        """Float64, two epochs of two optimizer steps: the same weights for one pass of all rows and
+        for one row a pass."""
         results = []
         for max_tokens in (10**6, 1):
             config = small_config(tmp_path, algo, epochs=2, minibatch_size=4, max_tokens=max_tokens, kl_coeff=0.01)
@@ -109,7 +111,8 @@ class TestUpdate:
 
     @pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
     def test_the_entropy_target_falls_in_a_straight_line(self, tmp_path, monkeypatch, fraction):
-        """Also if the trainer gets a new optimizer in the middle, and in a second run with the same loss."""
+        """Also if the trainer gets a new optimizer in the middle, and in a second run with the same
+        loss."""
         settings = {"entropy_coeff": 0.1, "entropy_target": 0.4, "min_entropy_fraction": fraction, "max_steps": 80}
         run, used = build_run(small_config(tmp_path, **settings)), []
         trainer, update = run.trainer, run.trainer.update
@@ -227,7 +230,8 @@ class TestUpdate:
     def test_old_log_probs_are_scored_where_rows_have_none_of_the_sampler(self, tmp_path, settings):
         """As they are where the rows have those of the same weights."""
         results = []
-        for given in ("known", "missing", "nan"):  # the last as in rows of conversations that nobody sampled
+        # the last as in rows of conversations that nobody sampled
+        for given in ("known", "missing", "nan"):
             run = build_run(small_config(tmp_path, lr_actor=1e-3, record_interval=1, **settings))
             rows = one_batch(run)
             if given == "nan":
@@ -322,7 +326,8 @@ class TestMemoryAndPrecision:
         monkeypatch.setattr(AcceleratorState, "_shared_state", {})
         run = build_run(small_config(tmp_path, mixed_precision="bf16", max_iterations=1))
         (metrics,) = run.trainer.train()
-        # Sampled in float32, scored in bfloat16: a gap, but no ratio before the first step. Weights stay float32.
+        # Sampled in float32, scored in bfloat16: a gap, but no ratio before the first step. Weights
+        # stay float32.
         assert 1e-5 < metrics["policy/log_prob_gap"] < 0.1
         assert metrics["policy/log_ratio"] < 1e-6
         assert {p.dtype for p in run.models.actor_parameters()} == {torch.float32}
@@ -366,7 +371,8 @@ def half_model(tmp_path, monkeypatch):
 
 
 class TestMasterWeights:
-    """AdamW's steps are below what bfloat16 can hold: where all weights train, they are kept in float32."""
+    """AdamW's steps are below what bfloat16 can hold: where all weights train, they are kept in
+    float32."""
 
     @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
     def test_every_weight_moves_at_the_default_rate(self, half_model, tmp_path, dtype, caplog):
@@ -388,7 +394,8 @@ class TestMasterWeights:
         assert {p.dtype for p in run.models.reference.model.parameters()} == {torch.float32}
 
     def test_the_gain_is_that_of_a_float32_checkpoint(self, half_model, tmp_path):
-        """The same update on the same rows from the same values: what is rounded away would be missing."""
+        """The same update on the same rows from the same values: what is rounded away would be
+        missing."""
         gains, rows = [], None
         for dtype in ("bfloat16", "float32"):
             run = build_run(small_config(tmp_path, model_path=half_model, dtype=dtype, mixed_precision="no"))
@@ -420,7 +427,8 @@ class TestMasterWeights:
         assert run.trainer.accelerator.mixed_precision == "no"
 
     def test_what_only_plays_stays_as_it_is(self, half_model, tmp_path):
-        """Such as a worker on Ray: the dtype of an engine is that of the checkpoint or the settings."""
+        """Such as a worker on Ray: the dtype of an engine is that of the checkpoint or the
+        settings."""
         config = small_config(tmp_path, model_path=half_model, dtype="auto")
         assert _worker_policy(config, load_tiny_tokenizer(), config.sampling(), None).dtype == torch.bfloat16
 

@@ -1,4 +1,5 @@
-"""What the tests of searches share: a small base, and ``python small_searches.py FOLDER [FIELD=VALUE ...]``, which runs a search."""
+"""What the tests of searches share: a small base, and
+``python small_searches.py FOLDER [FIELD=VALUE ...]``, which runs a search."""
 
 from __future__ import annotations
 

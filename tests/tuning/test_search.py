@@ -137,7 +137,8 @@ class TestPopulation:
 
 class TestHalving:
     def test_stops_the_worse_early_and_varies_what_a_resume_cannot(self, tmp_path):
-        # A rate of 1 ruins the model in one step, so that its trial is worse than the others beyond chance.
+        # A rate of 1 ruins the model in one step, so that its trial is worse than the others beyond
+        # chance.
         space = {"lr_actor": {"choice": [1e-5, 1.0]}, "lora_r": {"choice": [2, 4]}}
         base = {"evaluation_episodes": 64}
         tuning = small_search(tmp_path, base=base, scheduler="asha", trials=6, generations=3, episodes=8, space=space)

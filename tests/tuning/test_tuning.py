@@ -93,7 +93,8 @@ class TestSpace:
 class TestTrial:
     @staticmethod
     def state(folder: Path) -> dict[str, bytes]:
-        """The newest checkpoint's files, but for those with a folder's name or a clock's time in them."""
+        """The newest checkpoint's files, but for those with a folder's name or a clock's time in
+        them."""
         root = (folder / "checkpoints" / "last").resolve()
         parts = ("actor", "components/optimizer", "components/collector", "components/rng")
         return {
@@ -117,7 +118,8 @@ class TestTrial:
 
         put_back(tmp_path / "copy", other)
         second = train_generation(tuning, other, settings, 2)
-        # The donor continued as any run: torchrl-llm train --resume --max-iterations 2 --accept-changes '[max_iterations]'.
+        # The donor continued as any run: torchrl-llm train --resume --max-iterations 2
+        # --accept-changes '[max_iterations]'.
         resumed = {**BASE, **settings, "max_iterations": 2, "resume": True, "accept_changes": ["max_iterations"]}
         run = build_run(RunConfig(**resumed, output_dir=plain, progress=False))
         run.trainer.train()
@@ -125,7 +127,8 @@ class TestTrial:
         assert self.state(other) == self.state(plain)
         assert {"actor/model.safetensors"} < {*self.state(other)}
 
-        # Both generations are the donor's data further on, and the exploited run says whose settings trained it.
+        # Both generations are the donor's data further on, and the exploited run says whose
+        # settings trained it.
         assert (first["iterations"], second["iterations"], second["episodes"]) == (1, 2, 16)
         lines = [json.loads(line) for line in (other / "generations.jsonl").read_text().splitlines()]
         assert [(line["generation"], line["trial"]) for line in lines] == [(1, "0"), (2, "1")]

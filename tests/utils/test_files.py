@@ -44,7 +44,8 @@ for _ in range(int(sys.argv[3])):
 
 
 def test_several_processes_write_the_same_file(tmp_path):
-    """With one temporary name for all, one process renamed what another still wrote, and the other found its own gone."""
+    """With one temporary name for all, one process renamed what another still wrote, and the other
+    found its own gone."""
     path = tmp_path / "table"
     command = [sys.executable, "-c", WRITER, str(path)]
     writers = [subprocess.Popen([*command, letter, "60"], stderr=subprocess.PIPE) for letter in "abc"]

@@ -1,4 +1,5 @@
-"""The names of other systems: each stands for what there is here, and errors say it wherever a name can be given."""
+"""The names of other systems: each stands for what there is here, and errors say it wherever a name
+can be given."""
 
 import re
 from pathlib import Path

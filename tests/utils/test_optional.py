@@ -1,4 +1,5 @@
-"""Without an extra, what needs it ends in a sentence: those of Ray, the games and completion. Others are tested with what they bring."""
+"""Without an extra, what needs it ends in a sentence: those of Ray, the games and completion.
+Others are tested with what they bring."""
 
 from __future__ import annotations
 

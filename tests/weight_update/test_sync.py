@@ -1,4 +1,5 @@
-"""Weight sync into a real engine: every method brings the trained log-probs, and no failure is played on. Needs vLLM."""
+"""Weight sync into a real engine: every method brings the trained log-probs, and no failure is
+played on. Needs vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A third engine, from outside the package: it plays lockstep, in threads and on Ray, and is synced in each."""
+"""A third engine, from outside the package: it plays lockstep, in threads and on Ray, and is synced
+in each."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The transfer from GPU to GPU, on CPUs: vLLM's own factory, trainer and worker, with a queue where NCCL would broadcast, and tensors
-where CUDA IPC would pass the handles of a buffer."""
+"""The transfer from GPU to GPU, on CPUs: vLLM's own factory, trainer and worker, with a queue where
+NCCL would broadcast, and tensors where CUDA IPC would pass the handles of a buffer."""
 
 from __future__ import annotations
 

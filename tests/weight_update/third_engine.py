@@ -1,4 +1,5 @@
-"""An engine that the package does not know: no cache, one token of every request a step. Ray's workers import this module."""
+"""An engine that the package does not know: no cache, one token of every request a step. Ray's
+workers import this module."""
 
 from __future__ import annotations
 

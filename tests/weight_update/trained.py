@@ -33,7 +33,8 @@ def play(policy, seed: int = 0):
 
 
 def gap(policy, models, seed: int = 0) -> float:
-    """The largest difference of the log-probs of sampled tokens between engine and trained model."""
+    """The largest difference of the log-probs of sampled tokens between engine and trained
+    model."""
     prompts, answer = play(policy, seed)
     return float((answer.log_probs - scores(models, prompts, answer)).abs().max())
 

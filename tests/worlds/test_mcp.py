@@ -96,7 +96,8 @@ def deep(brackets: int) -> str:
 
 
 def connected(server: str | dict, timeout: float) -> MCPTools:
-    """Tools whose ``timeout`` is that of an answer alone: a connection takes longer on a busy machine."""
+    """Tools whose ``timeout`` is that of an answer alone: a connection takes longer on a busy
+    machine."""
     tools = MCPTools(server, timeout=LIMIT)
     tools.execute_action(call("add", a=1, b=2))
     tools._timeout = timeout
@@ -186,7 +187,8 @@ class TestSessions:
         wait_until(lambda: ended(process))
 
     def test_first_connections_of_several_threads(self, shared_server, monkeypatch):
-        # Each thread once started a loop of its own, and a later call waited for the loop of another one.
+        # Each thread once started a loop of its own, and a later call waited for the loop of
+        # another one.
         monkeypatch.setattr(mcp_tools, "_loop_of", mcp_tools.cache(mcp_tools._loop_of.__wrapped__))
         each, barrier, results = [MCPTools(shared_server, timeout=LIMIT) for _ in range(8)], threading.Barrier(8), []
 

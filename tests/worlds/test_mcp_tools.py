@@ -1,4 +1,5 @@
-"""What :class:`MCPTools` refuses before there is a server; ``tests/worlds/test_mcp.py`` has the rest."""
+"""What :class:`MCPTools` refuses before there is a server; ``tests/worlds/test_mcp.py`` has the
+rest."""
 
 from __future__ import annotations
 

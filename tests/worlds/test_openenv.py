@@ -157,7 +157,8 @@ class TestFailures:
             resolve_env(env_id)
 
     def test_a_class_that_needs_what_is_not_here(self, tokenizer):
-        """As those that start a container: not the fault of an episode, which would be contained."""
+        """As those that start a container: not the fault of an episode, which would be
+        contained."""
         env = GEMEnv("openenv:openenv_world:Contained", tokenizer=tokenizer)
         with pytest.raises(EnvironmentUnavailableError, match=r"Its class fails .*No such file or directory: 'docker'"):
             env.reset()

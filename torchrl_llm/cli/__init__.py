@@ -1,7 +1,8 @@
 """The command ``torchrl-llm``, also ``python -m torchrl_llm``: :func:`main`.
 
-Each command is a module of this package with two functions, ``add_arguments(parser)`` and ``run(arguments)``. It is imported
-when it is called, so that ``torchrl-llm --help`` does not import PyTorch.
+Each command is a module of this package with two functions, ``add_arguments(parser)`` and
+``run(arguments)``. It is imported when it is called, so that ``torchrl-llm --help`` does not import
+PyTorch.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ _NO_MEMORY = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Of several processes of one launch (``accelerate launch``) only the first writes to standard output.
+    """Run a command. Of several processes of one launch (``accelerate launch``) only the first
+    writes to standard output.
 
     Args:
         argv: the arguments; None takes those of the process.
@@ -91,7 +93,8 @@ def _main(given: Sequence[str]) -> int:
 
 @contextmanager
 def _output_of_one_process() -> Iterator[None]:
-    """Inside, standard output of a process that is not the first of its launch goes nowhere. Errors of each are shown."""
+    """Inside, standard output of a process that is not the first of its launch goes nowhere. Errors
+    of each are shown."""
     # The launcher's variable: for --help nothing is imported that knows the processes.
     if os.environ.get("RANK", "0") == "0":
         yield
@@ -139,11 +142,13 @@ def _add_arguments(parser: ArgumentParser, module: Any) -> None:
 
 
 def _exit_code(error: Exception) -> int | None:
-    """The exit code for an error whose message is written for people; ``None``: it is another one."""
+    """The exit code for an error whose message is written for people; ``None``: it is another
+    one."""
     package = type(error).__module__
     if _is_out_of_memory(error):
         return _FAILED
-    if isinstance(error, BrokenPipeError):  # of the reader of the output, or of a process that has died
+    # of the reader of the output, or of a process that has died
+    if isinstance(error, BrokenPipeError):
         return None
     if package.startswith("torchrl.checkpoint"):
         return _WRONG_INPUT
@@ -155,13 +160,15 @@ def _exit_code(error: Exception) -> int | None:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether there was too little memory: for Python, a GPU, or PyTorch on a CPU, whose errors are plain ``RuntimeError``s."""
+    """Whether there was too little memory: for Python, a GPU, or PyTorch on a CPU, whose errors are
+    plain ``RuntimeError``s."""
     no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return no_memory or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
 
 
 def _reader_has_gone() -> bool:
-    """Whether what reads the output has ended. A process that dies, such as an engine, breaks a pipe of its own."""
+    """Whether what reads the output has ended. A process that dies, such as an engine, breaks a
+    pipe of its own."""
     poll = select.poll()
     for file in (sys.stdout, sys.stderr):
         poll.register(file.fileno(), 0)

@@ -36,7 +36,8 @@ class Conversation:
         self._turn = 0
 
     def reply(self, message: str) -> Generator[str]:
-        """The model's response to a message, piece by piece. What has come when the iterator is closed counts as the response.
+        """The model's response to a message, piece by piece. What has come when the iterator is
+        closed counts as the response.
 
         Raises:
             ConversationFullError: message and response do not fit; the conversation stays as it is.
@@ -71,7 +72,8 @@ def text_of(formatter: ChatFormatter, tokens: Iterable[int], seen: list[int]) ->
     for token in tokens:
         seen.append(token)
         text = formatter.decode(seen)
-        # The bytes of a character may be spread over several tokens, the first of which decode to this sign.
+        # The bytes of a character may be spread over several tokens, the first of which decode to
+        # this sign.
         if not text.endswith("\ufffd"):
             yield from _rest(shown, text)
             shown = text

@@ -1,4 +1,5 @@
-"""Whether settings would run: device, engine, model, chat template, environment and memory, by the checks of a run itself."""
+"""Whether settings would run: device, engine, model, chat template, environment and memory, by the
+checks of a run itself."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def devices() -> Iterator[Finding]:
 
 
 def fit(config: RunConfig) -> Iterator[Finding]:
-    """The checks of the settings, in the order in which a run meets them; after one that fails, those that need it are left out."""
+    """The checks of the settings, in the order in which a run meets them; after one that fails,
+    those that need it are left out."""
     device, finding = _tried("device", lambda: _device(config), lambda found: f"{found} is used")
     yield finding
     yield from _engine(config)
@@ -205,14 +207,16 @@ def _memory(config: RunConfig, model: Any, device: torch.device | None) -> Itera
         yield Finding(f"memory: {name}", "ok", _size(size))
     total = sum(parts.values())
     said = f"about {_size(total)} of {_size(there)} (an estimate, at most; docs/memory.md says what lowers it)"
-    yield Finding("memory", "note" if total > there else "ok", said)  # a bound from above may be reached by no run
+    # a bound from above may be reached by no run
+    yield Finding("memory", "note" if total > there else "ok", said)
     if (share := engine_memory(config, device)) > 0:
         kept = sum(size for name, size in parts.items() if name not in OF_UPDATES)
         yield from _beside(config, share, engine_weights(config, model), kept, device)
 
 
 def _beside(config: RunConfig, share: int, weights: int, kept: int, device: torch.device) -> Iterator[Finding]:
-    """Whether an engine on the trainer's GPU holds its model, and fits beside what the trainer keeps while it is awake."""
+    """Whether an engine on the trainer's GPU holds its model, and fits beside what the trainer
+    keeps while it is awake."""
     total = torch.cuda.mem_get_info(device)[1]
     said = f"its share, gpu_memory_utilization={share / total:.2g}, is {_size(share)}, and its weights take {_size(weights)}"
     yield (

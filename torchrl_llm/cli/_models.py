@@ -25,7 +25,8 @@ _MEANINGS = {
 
 
 def add_checkpoint(parser: ArgumentParser, names: Sequence[str] = USED, *, optional: bool = False) -> None:
-    """Add the checkpoint, and the settings that it may be used with in another way than it was trained with."""
+    """Add the checkpoint, and the settings that it may be used with in another way than it was
+    trained with."""
     how: dict[str, Any] = {"nargs": "?", "default": None} if optional else {}
     parser.usage = "%(prog)s [CHECKPOINT] [--FLAG VALUE ...]" if optional else "%(prog)s CHECKPOINT [--FLAG VALUE ...]"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT, **how)
@@ -37,7 +38,8 @@ def add_checkpoint(parser: ArgumentParser, names: Sequence[str] = USED, *, optio
 
 
 def load(arguments: Namespace, saved: SavedModel | None = None, **changes: Any) -> LoadedModel:
-    """The model that the arguments name, with the settings that they give, and ``changes`` to those (:meth:`SavedModel.config`)."""
+    """The model that the arguments name, with the settings that they give, and ``changes`` to those
+    (:meth:`SavedModel.config`)."""
     disable_progress_bar()  # of loading weights
     saved = saved or find_saved_model(arguments.checkpoint)
     return load_saved_model(saved, saved.config(**{**given_settings(arguments), **changes}))

@@ -16,7 +16,8 @@ with suppress(ImportError):  # not on every system
 
 
 class Terminal:
-    """Standard output (or standard error) and standard input. Colors only where a terminal is, and without ``NO_COLOR``.
+    """Standard output (or standard error) and standard input. Colors only where a terminal is, and
+    without ``NO_COLOR``.
 
     Args:
         command: for the error without the extra ``cli``.
@@ -47,7 +48,8 @@ class Terminal:
         say(text, stderr=True)
 
     def stream(self, pieces: Generator[str]) -> None:
-        """Write pieces of a line as they come, and end it, also if they break off; the generator is closed then."""
+        """Write pieces of a line as they come, and end it, also if they break off; the generator is
+        closed then."""
         try:
             with closing(pieces):
                 for piece in pieces:
@@ -56,7 +58,8 @@ class Terminal:
             self.show("")
 
     def ask(self, prompt: str) -> str | None:
-        """A line that is typed or read; ``None`` at the end of the input. The prompt is for somebody who types."""
+        """A line that is typed or read; ``None`` at the end of the input. The prompt is for
+        somebody who types."""
         if self.interactive and sys.stdout.isatty():
             try:
                 return input(prompt)

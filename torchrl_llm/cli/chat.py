@@ -3,9 +3,10 @@
     torchrl-llm chat runs/first
     echo "Guess a number." | torchrl-llm chat runs/first --temperature 0.7
 
-A line is a message, but for commands, which begin with "/": /reset begins another conversation, /exit (or the end of the input) ends. Ctrl-C stops a response, and ends
-where none is written. It samples as in training, but for the lengths: a response may have 512 tokens, a conversation as many as the
-model has positions.
+A line is a message, but for commands, which begin with "/": /reset begins another conversation,
+/exit (or the end of the input) ends. Ctrl-C stops a response, and ends where none is written. It
+samples as in training, but for the lengths: a response may have 512 tokens, a conversation as many
+as the model has positions.
 """
 
 from __future__ import annotations

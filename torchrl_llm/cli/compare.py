@@ -1,4 +1,5 @@
-"""Compare runs: what each came to, in which games it differs from the first, and what their settings differ in.
+"""Compare runs: what each came to, in which games it differs from the first, and what their
+settings differ in.
 
 torchrl-llm compare runs/ppo runs/reinforce runs/grpo
 torchrl-llm compare runs/* --plot runs.png

@@ -1,10 +1,12 @@
-"""Say what is installed, what a run would compute on, and whether settings would run; nothing is trained or written.
+"""Say what is installed, what a run would compute on, and whether settings would run; nothing is
+trained or written.
 
     torchrl-llm doctor
     torchrl-llm doctor --config examples/configs/ppo_llm.yaml --device cuda
 
-With settings it loads the tokenizer and the environment, checks the chat template, the stop ids and the longest first prompt,
-and estimates the memory from the shapes of the model. Weights are not loaded. Exits with 1 if something would fail.
+With settings it loads the tokenizer and the environment, checks the chat template, the stop ids and
+the longest first prompt, and estimates the memory from the shapes of the model. Weights are not
+loaded. Exits with 1 if something would fail.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def run(arguments: Namespace) -> int:
 
 
 def _checks(arguments: Namespace) -> list[Finding]:
-    # Packages of versions that do not fit together may fail to import: what is installed is said all the same.
+    # Packages of versions that do not fit together may fail to import: what is installed is said
+    # all the same.
     fit, settings = _imported("torchrl_llm.cli._fit"), _imported("torchrl_llm.runs.flags")
     if not (isinstance(fit, ModuleType) and isinstance(settings, ModuleType)):
         return [Finding("import", "fails", f"{fit}")]

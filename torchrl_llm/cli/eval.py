@@ -1,10 +1,11 @@
-"""Evaluate a checkpoint in an environment: win rate with its 95 % interval, and the share of the tasks that it was trained on.
+"""Evaluate a checkpoint in an environment: win rate with its 95 % interval, and the share of the
+tasks that it was trained on.
 
     torchrl-llm eval runs/first --env game:GuessTheNumber-v0-easy --episodes 512
     torchrl-llm eval runs/first/checkpoints/best --episodes 2048 --seed 7 --json
 
-Without flags the newest checkpoint of a run gets the result of the run's last evaluation: the same tasks, seed and number of
-episodes.
+Without flags the newest checkpoint of a run gets the result of the run's last evaluation: the same
+tasks, seed and number of episodes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Write a checkpoint as a folder for others: an adapter for PEFT, or one merged model for transformers and vLLM.
+"""Write a checkpoint as a folder for others: an adapter for PEFT, or one merged model for
+transformers and vLLM.
 
     torchrl-llm export runs/first exports/first --as merged
     torchrl-llm export runs/first/checkpoints/best exports/best --as adapter
 
-The folder gets a model card (README.md) with what it was trained on, the settings, and results with their intervals.
+The folder gets a model card (README.md) with what it was trained on, the settings, and results with
+their intervals.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Train a language model in a multi-turn environment, evaluate it before and after, and write a report.
+"""Train a language model in a multi-turn environment, evaluate it before and after, and write a
+report.
 
     torchrl-llm train --config examples/configs/tiny_ppo_llm.yaml --output-dir runs/first
     torchrl-llm train --config examples/configs/tiny_ppo_llm.yaml --output-dir runs/first --resume
     accelerate launch --module torchrl_llm train --config examples/configs/ppo_llm.yaml
 
-The report goes to --output-dir: report.html (one page with curves and episodes: open it in a browser), result.json,
-learning_curve.png, conversations_before.md, conversations_after.md, the metrics as CSV, and checkpoints whose weights PEFT
-and transformers load.
+The report goes to --output-dir: report.html (one page with curves and episodes: open it in a
+browser), result.json, learning_curve.png, conversations_before.md, conversations_after.md, the
+metrics as CSV, and checkpoints whose weights PEFT and transformers load.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""Teach a model a game by demonstrations, before reinforcement learning: supervised fine-tuning on episodes.
+"""Teach a model a game by demonstrations, before reinforcement learning: supervised fine-tuning on
+episodes.
 
-    torchrl-llm warmup --model-path tiny --demonstrations guess_by_half_the_hints --output-dir runs/warm
-    torchrl-llm train --model-path tiny --algo LLMREINFORCE --init-from runs/warm/checkpoints/last --output-dir runs/learned
+    torchrl-llm warmup --model-path tiny --demonstrations guess_by_half_the_hints --output-dir
+    runs/warm torchrl-llm train --model-path tiny --algo LLMREINFORCE --init-from
+    runs/warm/checkpoints/last --output-dir runs/learned
 
-It is torchrl-llm train with --algo SFT: the same settings, checkpoints and report. --demonstrations names what is imitated: a
-scripted player of torchrl_llm.envs.players or of your own ("package.module:name", a function (context, rng) -> text), a file
-of messages (.jsonl, .json or .parquet), or the folder of a run with recorded episodes. --imitate success leaves out what was not won; without
---demonstrations the model imitates its own episodes (rejection sampling).
+It is torchrl-llm train with --algo SFT: the same settings, checkpoints and report. --demonstrations
+names what is imitated: a scripted player of torchrl_llm.envs.players or of your own
+("package.module:name", a function (context, rng) -> text), a file of messages (.jsonl, .json or
+.parquet), or the folder of a run with recorded episodes. --imitate success leaves out what was not
+won; without --demonstrations the model imitates its own episodes (rejection sampling).
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Collectors of whole episodes: :class:`TurnCollector`; :class:`AsyncTurnCollector`, without a barrier between turns;
-:class:`RayTurnCollector`, on workers; :class:`SelfPlayCollector`, of games of several players; :class:`RecordedCollector`, of episodes that were collected
-before. :func:`branch` continues episodes from the middle; :class:`Trees` are what is trained on all that comes of it.
+"""Collectors of whole episodes: :class:`TurnCollector`; :class:`AsyncTurnCollector`, without a
+barrier between turns; :class:`RayTurnCollector`, on workers; :class:`SelfPlayCollector`, of games
+of several players; :class:`RecordedCollector`, of episodes that were collected before.
+:func:`branch` continues episodes from the middle; :class:`Trees` are what is trained on all that
+comes of it.
 
-Environments and policies come from :mod:`torchrl_llm.envs` and :mod:`torchrl_llm.modules`; rows are made in
-:mod:`torchrl_llm.data`.
+Environments and policies come from :mod:`torchrl_llm.envs` and :mod:`torchrl_llm.modules`; rows are
+made in :mod:`torchrl_llm.data`.
 """
 
 from torchrl_llm.collectors.adaptive import adapt_mixture

@@ -19,11 +19,12 @@ Step = Callable[[bool], tuple[list[Episode] | None, bool]]
 class BackgroundThread:
     """Collects while the caller trains, and returns a batch when the caller waits for one.
 
-    The exploration type is the caller's: executors that run here say with each request whether decoding is greedy.
+    The exploration type is the caller's: executors that run here say with each request whether
+    decoding is greedy.
 
     Args:
-        step: one step of the executor; told whether a batch is wanted, it returns the batch if that is complete, and whether
-            anything is in flight.
+        step: one step of the executor; told whether a batch is wanted, it returns the batch if that
+            is complete, and whether anything is in flight.
         wake: ends a wait in ``step``.
     """
 
@@ -90,8 +91,9 @@ class BackgroundThread:
 
     def _drive(self) -> None:
         try:
-            # Gradient mode belongs to the thread: the caller's does not count here. The exploration type belongs to the
-            # process, and rollout() sets it: a context here would end after rollout's, and restore the type that rollout had set.
+            # Gradient mode belongs to the thread: the caller's does not count here. The exploration
+            # type belongs to the process, and rollout() sets it: a context here would end after
+            # rollout's, and restore the type that rollout had set.
             with torch.no_grad():
                 while self._may_continue():
                     self._hand_over(*self._step(self._wanted))

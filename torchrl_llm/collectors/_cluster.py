@@ -16,7 +16,8 @@ class ProcessLostError(RuntimeError):
 
 
 class Cluster(Protocol):
-    """Processes, calls of what runs in them, and their clock. A call is answered once, and those of a process in order."""
+    """Processes, calls of what runs in them, and their clock. A call is answered once, and those of
+    a process in order."""
 
     def make_process(self) -> Any:
         """A process with a :class:`RolloutActor`; it may still be starting."""
@@ -25,7 +26,8 @@ class Cluster(Protocol):
         """Call a method of the actor in ``process``."""
 
     def answered(self, calls: Sequence[Hashable], timeout: float) -> Collection[Hashable]:
-        """Those of ``calls`` that are answered; if there are none, wait up to ``timeout`` seconds for one."""
+        """Those of ``calls`` that are answered; if there are none, wait up to ``timeout`` seconds
+        for one."""
 
     def answer(self, call: Hashable) -> Any:
         """What a call that is answered returned, or raised.
@@ -35,7 +37,8 @@ class Cluster(Protocol):
         """
 
     def close(self, processes: Sequence[Any], timeout: float) -> None:
-        """Let the actors in ``processes`` free what they have, all at once, for ``timeout`` seconds at most."""
+        """Let the actors in ``processes`` free what they have, all at once, for ``timeout`` seconds
+        at most."""
 
     def end(self, process: Any) -> None:
         """End a process, whatever it does."""

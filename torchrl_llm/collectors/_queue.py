@@ -22,18 +22,21 @@ class EpisodeSource(Protocol):
         """Report an episode whose environment failed."""
 
     def count_timeout(self) -> None:
-        """Report an environment that did not answer in time, for an episode that had been released."""
+        """Report an environment that did not answer in time, for an episode that had been
+        released."""
 
 
 class RolloutExecutor(Protocol):
-    """Runs episodes, each to its end, in any order. One thread calls it at a time, except for :meth:`wake`."""
+    """Runs episodes, each to its end, in any order. One thread calls it at a time, except for
+    :meth:`wake`."""
 
     @property
     def in_flight(self) -> int:
         """Requests to environments and policy that are not answered yet."""
 
     def step(self) -> bool:
-        """Start episodes while there is room, and continue those that run; returns whether anything is in flight.
+        """Start episodes while there is room, and continue those that run; returns whether anything
+        is in flight.
 
         Waits only if there is nothing else to do, and not for long.
         """
@@ -45,18 +48,21 @@ class RolloutExecutor(Protocol):
         """Stop all episodes, and wait until nothing runs."""
 
     def wake(self) -> None:
-        """End a wait in :meth:`step`. Default: does nothing, for executors whose steps are short."""
+        """End a wait in :meth:`step`. Default: does nothing, for executors whose steps are
+        short."""
         return
 
     def close(self, timeout: float) -> None:
-        """Stop waiting for what is in flight after ``timeout`` seconds, and free threads and processes."""
+        """Stop waiting for what is in flight after ``timeout`` seconds, and free threads and
+        processes."""
 
 
 class EpisodeQueue:
     """Episodes between the task and the batch, in the order sampled.
 
-    An episode is sampled, run, and delivered in a batch; or it is dropped with its whole group, because a member failed or is
-    too old. Members of a dropped group that are sampled later are skipped.
+    An episode is sampled, run, and delivered in a batch; or it is dropped with its whole group,
+    because a member failed or is too old. Members of a dropped group that are sampled later are
+    skipped.
 
     Args:
         next_task: samples the next task; raises where the environment samples by itself.
@@ -68,7 +74,8 @@ class EpisodeQueue:
     Attributes:
         limit: how many episodes may be in the queue.
         episodes: by id, what was sampled and neither delivered nor dropped, in the order sampled.
-        dropped: dropped episodes, by reason: "error", "timeout" and "context" (of a member of the group), "stale".
+        dropped: dropped episodes, by reason: "error", "timeout" and "context" (of a member of the
+            group), "stale".
         faults: counts failed episodes.
     """
 
@@ -118,7 +125,8 @@ class EpisodeQueue:
     def pop_batch(self, size: int, version: int, max_staleness: int) -> list[Episode] | None:
         """The next ``size`` episodes in the order sampled; ``None`` if they are not all finished.
 
-        Episodes with a token of weights more than ``max_staleness`` older than ``version`` are dropped with their groups.
+        Episodes with a token of weights more than ``max_staleness`` older than ``version`` are
+        dropped with their groups.
 
         Raises:
             RuntimeError: tasks are missing, and no environment has failed.
@@ -129,7 +137,8 @@ class EpisodeQueue:
             self._version = version
             self._drop_stale([*self.episodes.values()], oldest)
         while True:
-            # In the order sampled, which the dictionary keeps: the first to finish would be the short ones.
+            # In the order sampled, which the dictionary keeps: the first to finish would be the
+            # short ones.
             if not self._has_finished(size):
                 return None
             batch = [*islice(self.episodes.values(), size)]
@@ -153,7 +162,8 @@ class EpisodeQueue:
         self.faults.record(fault)
 
     def count_timeout(self) -> None:
-        """Count an environment that did not answer in time, after its group was dropped: no failure of this batch."""
+        """Count an environment that did not answer in time, after its group was dropped: no failure
+        of this batch."""
         self.faults.counts["timeout"] += 1
 
     def drop(self, group: int, reason: str) -> None:
@@ -163,7 +173,8 @@ class EpisodeQueue:
             self.dropped[reason] += 1
             if not episode.finished:
                 self._release(episode)
-        # The rest of the group is sampled and skipped: the next group starts at its own place in the sequence of tasks.
+        # The rest of the group is sampled and skipped: the next group starts at its own place in
+        # the sequence of tasks.
         if group == self._group and self._members < self.group_size:
             self._skipped = reason
 
@@ -177,7 +188,8 @@ class EpisodeQueue:
         self._finished = 0
 
     def _has_finished(self, size: int) -> bool:
-        """Whether the first ``size`` episodes have ended; asked after every step, so it goes on where it stopped."""
+        """Whether the first ``size`` episodes have ended; asked after every step, so it goes on
+        where it stopped."""
         for episode in islice(self.episodes.values(), self._finished, size):
             if not episode.finished:
                 return False
@@ -191,7 +203,8 @@ class EpisodeQueue:
         return bool(groups)
 
     def _drop_incomplete(self, batch: Sequence[Episode]) -> bool:
-        """Drop groups that lack a member: one that failed at its reset, in an environment that samples by itself."""
+        """Drop groups that lack a member: one that failed at its reset, in an environment that
+        samples by itself."""
         if self.keep_failed:
             return False
         # Of the last group further members may be sampled.

@@ -1,7 +1,7 @@
 """Episodes over workers on Ray: :class:`RayExecutor`.
 
-Assigns episodes to workers, and runs those of a lost worker again. Ray's object store carries nothing but weights, so an
-episode is either with one worker or in this process.
+Assigns episodes to workers, and runs those of a lost worker again. Ray's object store carries
+nothing but weights, so an episode is either with one worker or in this process.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ from torchrl_llm.modules.engine import EngineError
 
 logger = logging.getLogger(__name__)
 
-_REPORT_INTERVAL = 0.02  # seconds; episodes of a worker that end so close together are reported together
-_WORKER_INTERVAL = 0.5  # seconds; workers answer at least so often, and new weights wait for two answers at most
-# Both grow with the number of workers: a message costs this process more than an episode does. So many seconds apart,
-# messages take two fifths of its time.
+# seconds; episodes of a worker that end so close together are reported together
+_REPORT_INTERVAL = 0.02
+# seconds; workers answer at least so often, and new weights wait for two answers at most
+_WORKER_INTERVAL = 0.5
+# Both grow with the number of workers: a message costs this process more than an episode does. So
+# many seconds apart, messages take two fifths of its time.
 _PER_WORKER = 0.003
 _WAIT = 0.2  # seconds; so long a step waits for an answer
 _MAX_REQUESTS = 2  # that a worker has at a time: the next one is there when it has answered one
 
 
 class WorkerLostError(RuntimeError):
-    """A rollout worker was lost again and again, or did not start; the message says why and what to do."""
+    """A rollout worker was lost again and again, or did not start; the message says why and what to
+    do."""
 
 
 @dataclass(eq=False)
@@ -76,7 +79,8 @@ class _Worker:
 
     @property
     def load(self) -> float:
-        """Its episodes, over those that it should have, which are more than its slots: a free slot waits for no message.
+        """Its episodes, over those that it should have, which are more than its slots: a free slot
+        waits for no message.
 
         A quarter more, or twice as many as its last answer reported, if that is more.
         """
@@ -92,8 +96,8 @@ class _Worker:
 class RayExecutor(RolloutExecutor):
     """Runs episodes on workers, each of which has a few more than it has slots.
 
-    A worker that dies, or does not answer for ``timeout`` seconds, is replaced; its episodes are run from their start by the
-    next worker with room.
+    A worker that dies, or does not answer for ``timeout`` seconds, is replaced; its episodes are
+    run from their start by the next worker with room.
 
     Args:
         queue: the episodes.
@@ -126,7 +130,8 @@ class RayExecutor(RolloutExecutor):
         # Not episode ids: a task that runs again must not get the answer of its first run.
         self._serials = count()
         self._waiting: deque[Episode] = deque()  # sampled, and with no worker
-        self._last_group: tuple[int, _Worker] | None = None  # the group sampled last, and its worker
+        # the group sampled last, and its worker
+        self._last_group: tuple[int, _Worker] | None = None
         self.lost = 0
         self.parity_gap = math.nan
         self.workers = [_Worker(index) for index in range(num_workers)]
@@ -171,7 +176,8 @@ class RayExecutor(RolloutExecutor):
             self.release(episode)
 
     def close(self, timeout: float) -> None:
-        """Let the workers close environment and policy, for ``timeout`` seconds at most; then end their processes."""
+        """Let the workers close environment and policy, for ``timeout`` seconds at most; then end
+        their processes."""
         self._cluster.close([worker.process for worker in self.workers if worker.info is not None], timeout)
         for worker in self.workers:
             self._end(worker)
@@ -181,7 +187,8 @@ class RayExecutor(RolloutExecutor):
     # ---------------------------------------- requests
 
     def _assign(self) -> None:
-        """Give whole groups to the worker with the least to do: their prompts are the same, so engines can share them."""
+        """Give whole groups to the worker with the least to do: their prompts are the same, so
+        engines can share them."""
         up = [worker for worker in self.workers if worker.slots and len(worker.calls) < _MAX_REQUESTS]
         heap = [(worker.load, worker.index) for worker in up]
         heapify(heap)
@@ -207,7 +214,8 @@ class RayExecutor(RolloutExecutor):
             return
         current = self._weights()
         weights = () if current is None or current[0] == worker.version else (current[1],)
-        # When it is sent: requests are answered in order, so the worker has it before anything that comes later.
+        # When it is sent: requests are answered in order, so the worker has it before anything that
+        # comes later.
         worker.version = worker.version if current is None else current[0]
         start = [(serial, worker.held[serial].index) for serial in worker.new]
         request = WorkerRequest(self._task_sampler(), start, tuple(worker.dropped), *self._intervals)
@@ -222,7 +230,8 @@ class RayExecutor(RolloutExecutor):
     def _collect_results(self, seconds: float) -> None:
         calls = [call for worker in self.workers for call in (*worker.calls, worker.starting) if call is not None]
         if calls:
-            # Read all answers before timeouts are checked: after a long pause no worker that has answered is lost.
+            # Read all answers before timeouts are checked: after a long pause no worker that has
+            # answered is lost.
             done = self._cluster.answered(calls, seconds)
             for worker in self.workers:
                 self._read_answers(worker, done)

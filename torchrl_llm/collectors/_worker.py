@@ -1,4 +1,5 @@
-"""An environment and its policy in another process: :class:`RolloutWorker`. It does not know Ray."""
+"""An environment and its policy in another process: :class:`RolloutWorker`. It does not know
+Ray."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class WorkerResult(NamedTuple):
         finished: serial numbers and episodes.
         failed: serial numbers and what their environments failed with.
         timeouts: environments that did not answer in time, of episodes that had been cancelled.
-        parity_gap: of the weights that came with the request, in nats; ``None`` without new weights.
+        parity_gap: of the weights that came with the request, in nats; ``None`` without new
+            weights.
     """
 
     finished: list[tuple[int, Episode]]
@@ -80,7 +82,8 @@ class RolloutWorker:
     Args:
         make_env: makes the environment.
         make_policy: makes the policy.
-        install: loads the weights that come with a request into the policy; returns the parity check's difference in nats.
+        install: loads the weights that come with a request into the policy; returns the parity
+            check's difference in nats.
         executor_options: of the :class:`~torchrl_llm.collectors.async_turn.ThreadExecutor`.
     """
 
@@ -175,7 +178,8 @@ class RolloutWorker:
 def portable(error: BaseException) -> BaseException:
     """An exception, or one with its text if it could not be read in another process."""
     try:
-        # Both ways: an exception with a constructor of its own may be written and not be read again.
+        # Both ways: an exception with a constructor of its own may be written and not be read
+        # again.
         cloudpickle.loads(cloudpickle.dumps(error))
     except Exception:  # noqa: BLE001 (exceptions may do anything when they are copied)
         result = RuntimeError(f"{type(error).__name__}: {error}")

@@ -18,20 +18,22 @@ from torchrl_llm.envs.env import GEMEnv
 def adapt_mixture(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list], list] = list) -> None:
     """Update the success rates of a mixture's environments from a batch.
 
-    Environments that are won about half of the time are sampled more often from the next batch on, by the rule of
-    :class:`~torchrl_llm.envs.tasks.TaskSampler`. It is meant as the ``post_collect_hook=partial(adapt_mixture, env)`` of the
-    collector that uses ``env``. The rates are part of the environment's state, so a resumed run continues exactly.
+    Environments that are won about half of the time are sampled more often from the next batch on,
+    by the rule of :class:`~torchrl_llm.envs.tasks.TaskSampler`. It is meant as the
+    ``post_collect_hook=partial(adapt_mixture, env)`` of the collector that uses ``env``. The rates
+    are part of the environment's state, so a resumed run continues exactly.
 
     Args:
         env: collected the batch, also beneath transforms; its ``task_sampler`` is replaced.
-        batch: rows ``[B]`` that the collector delivered; of trees the first episode of each counts, which is no continuation.
-        gather: concatenates the lists of several processes, such as ``Distributed.all_gather`` of the trainer, so
-            that all of them update alike. Default: there is one process.
+        batch: rows ``[B]`` that the collector delivered; of trees the first episode of each counts,
+            which is no continuation.
+        gather: concatenates the lists of several processes, such as ``Distributed.all_gather`` of
+            the trainer, so that all of them update alike. Default: there is one process.
 
     Raises:
         ValueError: ``env`` is no mixture.
-        RuntimeError: episodes are running (an :class:`~torchrl_llm.collectors.AsyncTurnCollector` with ``max_staleness``):
-            tasks may change between batches only.
+        RuntimeError: episodes are running (an :class:`~torchrl_llm.collectors.AsyncTurnCollector`
+            with ``max_staleness``): tasks may change between batches only.
 
     Examples:
         >>> from functools import partial

@@ -1,7 +1,8 @@
-"""Batches of whole episodes without a barrier between turns: :class:`AsyncTurnCollector`, :class:`ThreadExecutor`.
+"""Batches of whole episodes without a barrier between turns: :class:`AsyncTurnCollector`,
+:class:`ThreadExecutor`.
 
-The executor assigns episodes to slots and schedules calls of policy and environments. Threads that call environments are in
-:mod:`~torchrl_llm.envs.isolation`.
+The executor assigns episodes to slots and schedules calls of policy and environments. Threads that
+call environments are in :mod:`~torchrl_llm.envs.isolation`.
 """
 
 from __future__ import annotations
@@ -35,37 +36,46 @@ STEP_TIMEOUT = 60.0
 class AsyncTurnCollector(EpisodeCollector):
     """Runs every slot at its own pace: an environment steps as soon as its own turn is sampled.
 
-    Responses are requested one by one (:meth:`TurnPolicy.submit`, :meth:`TurnPolicy.poll`), environments are called in
-    threads, and a slot is refilled as soon as its episode ends. Batches are those of
-    :class:`~torchrl_llm.collectors.TurnCollector`: B tasks in the order sampled, whole groups, rows ``[B]``.
+    Responses are requested one by one (:meth:`TurnPolicy.submit`, :meth:`TurnPolicy.poll`),
+    environments are called in threads, and a slot is refilled as soon as its episode ends. Batches
+    are those of :class:`~torchrl_llm.collectors.TurnCollector`: B tasks in the order sampled, whole
+    groups, rows ``[B]``.
 
-    With ``max_staleness=0`` (on-policy) a batch is collected with one version of the weights and nothing is in flight when it
-    is delivered. With ``max_staleness=k`` up to ``(k + 1) B`` tasks are in flight at a time, and unfinished episodes continue
-    with the new weights; ``"policy_version"`` tells which weights sampled which token. A task is sampled only if the
-    batch it will be in comes at most k updates later, provided that there is one update a batch; so short episodes are
-    not favored. Whatever else happens to the weights, it is checked at delivery: an episode with a token more than k
-    versions old is dropped with its group, counted in :attr:`dropped`, and further tasks fill the batch.
+    With ``max_staleness=0`` (on-policy) a batch is collected with one version of the weights and
+    nothing is in flight when it is delivered. With ``max_staleness=k`` up to ``(k + 1) B`` tasks
+    are in flight at a time, and unfinished episodes continue with the new weights;
+    ``"policy_version"`` tells which weights sampled which token. A task is sampled only if the
+    batch it will be in comes at most k updates later, provided that there is one update a batch; so
+    short episodes are not favored. Whatever else happens to the weights, it is checked at delivery:
+    an episode with a token more than k versions old is dropped with its group, counted in
+    :attr:`dropped`, and further tasks fill the batch.
 
-    An environment that raises, returns something malformed or takes more than ``step_timeout`` ends its own episode
-    (logged, counted in :attr:`faults`): the episode has no true reward, so its group is dropped and further tasks fill
-    the batch. Environments that declare ``thread_safe = True`` are called in parallel, others one at a time
+    An environment that raises, returns something malformed or takes more than ``step_timeout`` ends
+    its own episode (logged, counted in :attr:`faults`): the episode has no true reward, so its
+    group is dropped and further tasks fill the batch. Environments that declare
+    ``thread_safe = True`` are called in parallel, others one at a time
     (:class:`~torchrl_llm.envs.TextEnv`).
 
     Args:
-        env: a :class:`~torchrl_llm.envs.GEMEnv`, or a function that makes it. Its slots bound how many episodes run at a time.
+        env: a :class:`~torchrl_llm.envs.GEMEnv`, or a function that makes it. Its slots bound how
+            many episodes run at a time.
         policy: a :class:`~torchrl_llm.modules.policy.TurnPolicy`.
         batch_size: episodes B of a batch.
         max_staleness: how many versions old a token may be at delivery; default 0.
-        num_threads: threads that call environments; default one a slot, 32 at most. 0 calls them in the thread that drives
-            the policy: the fastest for environments that answer in microseconds, but without time limit.
-        step_timeout: seconds that one reset or step may take; waiting for other environments does not count. Default 60.
-        max_faults: failed episodes tolerated for one batch; one more raises the first of them. Default 16.
-        background: a thread continues to collect while the caller trains. Needs a policy with weights of its own
-            (``policy.owns_weights``). Default: ``max_staleness > 0 and policy.owns_weights``. Otherwise everything runs within
-            ``next()``. What trains meanwhile must not draw from the global generators of ``random`` and ``numpy.random``
-            if the environments may (PyTorch's are not concerned).
-        total_frames, total_batches, replay_buffer, postproc, exploration_type, weight_sync_schemes, pre_collect_hook,
-            post_collect_hook: see :class:`~torchrl_llm.collectors.TurnCollector`.
+        num_threads: threads that call environments; default one a slot, 32 at most. 0 calls them in
+            the thread that drives the policy: the fastest for environments that answer in
+            microseconds, but without time limit.
+        step_timeout: seconds that one reset or step may take; waiting for other environments does
+            not count. Default 60.
+        max_faults: failed episodes tolerated for one batch; one more raises the first of them.
+            Default 16.
+        background: a thread continues to collect while the caller trains. Needs a policy with
+            weights of its own (``policy.owns_weights``). Default:
+            ``max_staleness > 0 and policy.owns_weights``. Otherwise everything runs within
+            ``next()``. What trains meanwhile must not draw from the global generators of ``random``
+            and ``numpy.random`` if the environments may (PyTorch's are not concerned).
+        total_frames, total_batches, replay_buffer, postproc, exploration_type, weight_sync_schemes,
+            pre_collect_hook, post_collect_hook: see :class:`~torchrl_llm.collectors.TurnCollector`.
 
     Raises:
         TypeError: ``env`` is no GEMEnv.
@@ -123,15 +133,16 @@ def check_slots(env: EnvBase) -> None:
 
 
 class ThreadExecutor(RolloutExecutor):
-    """Runs episodes over the slots of an environment, each at its own pace. One thread calls it at a time.
+    """Runs episodes over the slots of an environment, each at its own pace. One thread calls it at
+    a time.
 
     Args:
         env: used by nothing else meanwhile.
         policy: answers single turns.
         queue: the episodes.
         greedy: decode greedily.
-        num_threads: of the pool that calls environments; 0: they are called in this thread, without a time limit; ``None``: one
-            a slot, 32 at most.
+        num_threads: of the pool that calls environments; 0: they are called in this thread, without
+            a time limit; ``None``: one a slot, 32 at most.
         step_timeout: seconds that a call of an environment may take.
     """
 
@@ -148,10 +159,12 @@ class ThreadExecutor(RolloutExecutor):
         self.env, self.policy, self.greedy, self.step_timeout = env, policy, greedy, step_timeout
         self.pool = Pool(min(env.batch_size[0], MAX_THREADS) if num_threads is None else num_threads)
         self._queue = queue
-        # A slot is free if it has no episode and no call: an episode may be released while its call still runs.
+        # A slot is free if it has no episode and no call: an episode may be released while its call
+        # still runs.
         self._slots: list[Episode | None] = [None] * env.batch_size[0]
         self._calls: dict[int, Call] = {}
-        # A quarter of the limit, so that a late call is noticed before it has taken 1.25 times as long.
+        # A quarter of the limit, so that a late call is noticed before it has taken 1.25 times as
+        # long.
         self._poll_interval = min(POLL_INTERVAL, step_timeout / 4)
         self._new_requests = 0
         self._last_step = self._step_seconds = self._next_check = 0.0
@@ -192,7 +205,8 @@ class ThreadExecutor(RolloutExecutor):
         self.pool.wake()
 
     def close(self, timeout: float) -> None:
-        """Let the threads end; environments that hang are left behind, without the global random generators."""
+        """Let the threads end; environments that hang are left behind, without the global random
+        generators."""
         for thread in self.pool.close(min(timeout, self.step_timeout)):
             revoke_global_rng(thread)
 
@@ -209,7 +223,8 @@ class ThreadExecutor(RolloutExecutor):
                     self._calls[slot] = self.pool.submit(slot, partial(self.env.open, slot, episode.index))
 
     def _generators(self) -> AbstractContextManager[object]:
-        """Around calls that this thread makes itself: the global generators are restored once, not after each."""
+        """Around calls that this thread makes itself: the global generators are restored once, not
+        after each."""
         return kept_global_rng(for_envs=True) if self.pool.num_threads == 0 else nullcontext()
 
     def _collect_env_results(self, timeout: float) -> None:
@@ -228,7 +243,8 @@ class ThreadExecutor(RolloutExecutor):
                 self._advance(call.slot, episode, call.result)
 
     def _advance(self, slot: int, episode: Episode, reply: Reply) -> None:
-        """Apply what the environment returned; then request the next turn, or free the slot if that was the last one."""
+        """Apply what the environment returned; then request the next turn, or free the slot if that
+        was the last one."""
         if not episode.awaits_reward:
             self.env.start(slot, episode.index, reply)
             episode.task_id = self.env.slots[slot].task_id
@@ -264,7 +280,8 @@ class ThreadExecutor(RolloutExecutor):
         self._new_requests += 1
 
     def _drop_late_calls(self) -> None:
-        """Abandon the calls that have been with their environments for longer than ``step_timeout``."""
+        """Abandon the calls that have been with their environments for longer than
+        ``step_timeout``."""
         now = time.monotonic()
         if now < self._next_check:
             return
@@ -289,7 +306,8 @@ class ThreadExecutor(RolloutExecutor):
     # ---------------------------------------- the policy
 
     def _wait_for_requests(self) -> None:
-        """Wait a little for environments: a request that comes after the policy has begun a step waits until that ends."""
+        """Wait a little for environments: a request that comes after the policy has begun a step
+        waits until that ends."""
         start = time.monotonic()
         while self._calls and self.policy.pending:
             left = max(0.0, start + self._patience() - time.monotonic())
@@ -299,12 +317,14 @@ class ThreadExecutor(RolloutExecutor):
             self._fill()
 
     def _patience(self) -> float:
-        """Seconds that further requests are worth: at worst, waiting takes half as long as a step of the policy."""
+        """Seconds that further requests are worth: at worst, waiting takes half as long as a step
+        of the policy."""
         older = self.policy.pending - self._new_requests
         if older == 0:
             return self._step_seconds / 2
-        # Older requests wait too, so the limit is their share of it. And only calls since the last step count, if most of the
-        # recent ones were answered in time: a slow environment would hold up every step.
+        # Older requests wait too, so the limit is their share of it. And only calls since the last
+        # step count, if most of the recent ones were answered in time: a slow environment would
+        # hold up every step.
         calls = sum(call.submitted >= self._last_step for call in self._calls.values())
         limit = self._step_seconds / 2 * calls / (calls + older)
         return limit if statistics.median(self._call_seconds) < limit else 0.0

@@ -1,6 +1,8 @@
-"""Episodes continued from the middle: :func:`branch`; and what states are worth by that: :func:`value_states`.
+"""Episodes continued from the middle: :func:`branch`; and what states are worth by that:
+:func:`value_states`.
 
-A task and the responses up to a turn are a saved environment: they are replayed in a slot, and the policy goes on from there.
+A task and the responses up to a turn are a saved environment: they are replayed in a slot, and the
+policy goes on from there.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.utils.options import Checked, Count, Natural, PositiveShare, Share
 
 BRANCH_IDS = 2**61
-"""The episode ids of continuations are the 2**61 from here on, of which no stream of :mod:`torchrl_llm.envs.tasks` has any."""
+"""The episode ids of continuations are the 2**61 from here on, of which no stream of
+:mod:`torchrl_llm.envs.tasks` has any."""
 
 FAULT_SCOPE = "of the continuations of a batch"
 
@@ -41,8 +44,9 @@ class Branches(Checked):
 
     Args:
         count: continuations of a state.
-        share: of the states that are valued, in (0, 1]. A hash of the task and the responses so far decides which: a choice that
-            depends on what follows, such as on the number of turns, would bias the credit. Default: 1.0.
+        share: of the states that are valued, in (0, 1]. A hash of the task and the responses so far
+            decides which: a choice that depends on what follows, such as on the number of turns,
+            would bias the credit. Default: 1.0.
         gamma: discount per turn of the values, the estimator's. Default: 1.0.
 
     Raises:
@@ -58,8 +62,8 @@ class StateValues(NamedTuple):
     """What :func:`value_states` found.
 
     Attributes:
-        values: ``[B, T]`` float32, the mean return of the continuations of the state before each turn; NaN where it has none,
-            0 behind an episode's end.
+        values: ``[B, T]`` float32, the mean return of the continuations of the state before each
+            turn; NaN where it has none, 0 behind an episode's end.
         continuations: how many were played.
         turns: that the policy sampled in them.
     """
@@ -80,18 +84,21 @@ def branch(
 ) -> list[list[Episode]]:
     """Continue finished episodes from the middle, several times each.
 
-    A continuation is an episode of the same task and group: the first ``turn`` responses are replayed, and the policy samples the
-    rest. Its ``episode_id``, by which the policy draws its noise, is a hash of the state and of how many continuations it had before. So
-    equal states have different continuations, and the same weights sample the same ones, whatever else runs: nothing of them has to be
-    saved with a run.
+    A continuation is an episode of the same task and group: the first ``turn`` responses are
+    replayed, and the policy samples the rest. Its ``episode_id``, by which the policy draws its
+    noise, is a hash of the state and of how many continuations it had before. So equal states have
+    different continuations, and the same weights sample the same ones, whatever else runs: nothing
+    of them has to be saved with a run.
 
     Args:
-        env: that collected the episodes, or one made and seeded like it. No episode may be running in it.
+        env: that collected the episodes, or one made and seeded like it. No episode may be running
+            in it.
         policy: samples what follows.
         points: each an episode and the turn, counted from 0, before which it is continued.
         count: continuations of each. Default 1.
         greedy: decode greedily; then all of a state are the same. Default False.
-        max_faults: continuations tolerated whose environment fails; they are left out. A counter goes on counting. Default 16.
+        max_faults: continuations tolerated whose environment fails; they are left out. A counter
+            goes on counting. Default 16.
 
     Returns:
         For each point its continuations, fewer than ``count`` where some failed.
@@ -100,7 +107,8 @@ def branch(
         TypeError: the environment is no GEMEnv, or is of games of several players.
         ValueError: an episode has no such turn, or is of no task of the environment.
         RuntimeError: an episode is running in the environment.
-        ReplayError: a replayed turn showed or paid something else than before: the environment is no function of its seed.
+        ReplayError: a replayed turn showed or paid something else than before: the environment is
+            no function of its seed.
         EnvironmentFault: more than ``max_faults`` continuations failed.
 
     Examples:
@@ -151,8 +159,9 @@ def value_states(
 ) -> StateValues:
     """What the states of episodes are worth: the mean return of continuations from each of them.
 
-    It is what :class:`~torchrl_llm.objectives.TurnVine` reads. A state that several episodes of a group passed, with equal responses,
-    is continued once. A continuation that is cut off counts 0 from there on, as an episode does where there is no critic.
+    It is what :class:`~torchrl_llm.objectives.TurnVine` reads. A state that several episodes of a
+    group passed, with equal responses, is continued once. A continuation that is cut off counts 0
+    from there on, as an episode does where there is no critic.
 
     Args:
         env, policy, greedy, max_faults: see :func:`branch`.
@@ -194,7 +203,8 @@ def _states(episode: Episode) -> Iterator[int]:
 
 
 def _index(env: GEMEnv, episode: Episode) -> int | None:
-    """The index of an episode's task in the sampler, which not every executor keeps; ``None``: it is none of its tasks."""
+    """The index of an episode's task in the sampler, which not every executor keeps; ``None``: it
+    is none of its tasks."""
     index = env.task_sampler.index_of(episode.episode_id, episode.group_id)
     return index if index is not None and env.task_sampler[index].env_id == episode.env_id else None
 
@@ -259,7 +269,8 @@ class _Continuations(EpisodeSource):
 class BranchExecutor(ThreadExecutor):
     """Replays the first responses of each episode, and asks the policy for the others.
 
-    The arguments are those of :class:`~torchrl_llm.collectors.async_turn.ThreadExecutor`; the queue knows the origin of every episode.
+    The arguments are those of :class:`~torchrl_llm.collectors.async_turn.ThreadExecutor`; the queue
+    knows the origin of every episode.
     """
 
     _queue: _Continuations

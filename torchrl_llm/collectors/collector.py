@@ -1,7 +1,7 @@
 """The collector of whole episodes: :class:`EpisodeCollector`.
 
-It samples tasks, forms batches and has TorchRL's interface; an executor runs the episodes. The collectors of this package are
-this one with an executor each.
+It samples tasks, forms batches and has TorchRL's interface; an executor runs the episodes. The
+collectors of this package are this one with an executor each.
 """
 
 from __future__ import annotations
@@ -39,20 +39,25 @@ _MOST_CHARACTERS = 2**24
 
 
 class EpisodeCollector(Checked, BaseCollector):
-    """Delivers batches of whole episodes as rows ``[B]`` (:mod:`torchrl_llm.keys`), whole groups, in the order sampled.
+    """Delivers batches of whole episodes as rows ``[B]`` (:mod:`torchrl_llm.keys`), whole groups,
+    in the order sampled.
 
     Frames are turns. Subclasses make the executor. The arguments are documented at
-    :class:`~torchrl_llm.collectors.TurnCollector` and :class:`~torchrl_llm.collectors.AsyncTurnCollector`.
+    :class:`~torchrl_llm.collectors.TurnCollector` and
+    :class:`~torchrl_llm.collectors.AsyncTurnCollector`.
 
     Attributes:
         batch_size, group_size: episodes of a batch, and of a group.
-        env_names: the environments of a mixture; empty for an environment that is no :class:`~torchrl_llm.envs.GEMEnv`.
+        env_names: the environments of a mixture; empty for an environment that is no
+            :class:`~torchrl_llm.envs.GEMEnv`.
         max_staleness: how many versions old a token may be at delivery.
         background: whether a thread collects while the caller trains.
         runs_here: whether the policy of this process collects.
-        episodes: the last batch as it was collected, what :func:`~torchrl_llm.collectors.branch` continues.
-        texts: hash -> text of the extras in the last batches (:mod:`torchrl_llm.envs.extras`), of 4,096 characters
-            each at most: the newest 65,536, and of these as many as have 2**24 characters together.
+        episodes: the last batch as it was collected, what :func:`~torchrl_llm.collectors.branch`
+            continues.
+        texts: hash -> text of the extras in the last batches (:mod:`torchrl_llm.envs.extras`), of
+            4,096 characters each at most: the newest 65,536, and of these as many as have 2**24
+            characters together.
     """
 
     init_random_frames = 0  # TorchRL's Trainer reads it
@@ -60,9 +65,11 @@ class EpisodeCollector(Checked, BaseCollector):
     env: Any
     policy: Any
     engine_timeout = 600.0
-    """Seconds without a finished step of the policy after which the background thread is given up."""
+    """Seconds without a finished step of the policy after which the background thread is given
+    up."""
     interruptible: Callable[[Callable[[], TensorDictBase]], TensorDictBase] = staticmethod(interruptible)
-    """Calls the collection of a batch; a trainer of several ranks replaces it (:mod:`torchrl_llm.utils.interrupts`)."""
+    """Calls the collection of a batch; a trainer of several ranks replaces it
+    (:mod:`torchrl_llm.utils.interrupts`)."""
     _executor: RolloutExecutor
 
     def __init__(
@@ -73,7 +80,9 @@ class EpisodeCollector(Checked, BaseCollector):
         keep_failed: bool = False,
         background: bool = False,
         tree_size: int = 1,
-        /,  # the subclasses that can do these have options of their names, and the others must not take them
+        # the subclasses that can do these have options of their names, and the others must not take
+        # them
+        /,
         *,
         batch_size: int,
         max_faults: Natural = 16,
@@ -129,7 +138,8 @@ class EpisodeCollector(Checked, BaseCollector):
     # ---------------------------------------- iteration
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Yield batches, or ``None`` for each batch written to the replay buffer, until a limit is reached."""
+        """Yield batches, or ``None`` for each batch written to the replay buffer, until a limit is
+        reached."""
         while not self._reached_limit():
             batch = self.rollout()
             if self.replay_buffer is None:
@@ -139,7 +149,8 @@ class EpisodeCollector(Checked, BaseCollector):
                 yield None
 
     def rollout(self) -> TensorDictBase:
-        """Collect one batch ``[B]`` (whatever the limits say) and return it; the replay buffer is left alone."""
+        """Collect one batch ``[B]`` (whatever the limits say) and return it; the replay buffer is
+        left alone."""
         if self.closed:
             raise RuntimeError("The collector was shut down. Make a new one.")
         if self.pre_collect_hook is not None:
@@ -198,7 +209,8 @@ class EpisodeCollector(Checked, BaseCollector):
         return batch
 
     def _step(self, wanted: bool) -> tuple[list[Episode] | None, bool]:
-        """Run the executor once; a batch if it is ``wanted`` and complete, and whether anything is in flight."""
+        """Run the executor once; a batch if it is ``wanted`` and complete, and whether anything is
+        in flight."""
         if wanted and (batch := self._pop_batch()) is not None:
             return batch, True
         # While the caller trains, one more update lies between a task sampled now and its batch.
@@ -218,7 +230,8 @@ class EpisodeCollector(Checked, BaseCollector):
         self._executor.release(episode)
 
     def _after_error(self, error: BaseException) -> None:
-        # Requests and calls are still in flight, and the thread is gone. After an interrupt the caller decides.
+        # Requests and calls are still in flight, and the thread is gone. After an interrupt the
+        # caller decides.
         if isinstance(error, Exception):
             self.shutdown(raise_on_error=False)
 
@@ -227,7 +240,8 @@ class EpisodeCollector(Checked, BaseCollector):
         return self.exploration_type in (ExplorationType.DETERMINISTIC, ExplorationType.MODE)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Inside, the background thread does not call the policy (for an evaluation between batches); what is in flight stays.
+        """Inside, the background thread does not call the policy (for an evaluation between
+        batches); what is in flight stays.
 
         Without a background thread nothing runs between batches.
         """
@@ -238,9 +252,10 @@ class EpisodeCollector(Checked, BaseCollector):
     ) -> None:
         """Change what is sampled, from the next group on; tasks already sampled stay as they are.
 
-        To be called between batches, such as by a :class:`~torchrl_llm.trainers.Callback` in ``on_iteration``; of several
-        processes by each. Workers on Ray get it with their next tasks. With ``max_staleness=0`` that is the next batch, exactly.
-        With more, where a batch is collected during an update, the group depends on how far the collection was. See
+        To be called between batches, such as by a :class:`~torchrl_llm.trainers.Callback` in
+        ``on_iteration``; of several processes by each. Workers on Ray get it with their next tasks.
+        With ``max_staleness=0`` that is the next batch, exactly. With more, where a batch is
+        collected during an update, the group depends on how far the collection was. See
         :meth:`~torchrl_llm.envs.GEMEnv.set_curriculum`.
         """
         env = base_env(self.env)
@@ -253,17 +268,19 @@ class EpisodeCollector(Checked, BaseCollector):
 
     @property
     def logprobs_match_trainer(self) -> bool:
-        """Whether a scorer computes the very log-probs that are recorded; see :attr:`TurnPolicy.logprobs_match_trainer`."""
+        """Whether a scorer computes the very log-probs that are recorded; see
+        :attr:`TurnPolicy.logprobs_match_trainer`."""
         return bool(self.policy.logprobs_match_trainer) if isinstance(self.policy, TurnPolicy) else True
 
     def metrics(self) -> dict[str, float]:
-        """Counts so far, by the names of :data:`torchrl_llm.metrics.METRICS`. A run adds them up over its processes; of metrics that a
-        subclass adds it logs the mean."""
+        """Counts so far, by the names of :data:`torchrl_llm.metrics.METRICS`. A run adds them up
+        over its processes; of metrics that a subclass adds it logs the mean."""
         return {"data/dropped": float(self.dropped.total()), "data/faults": float(self.faults.total())}
 
     @property
     def dropped(self) -> Counter[str]:
-        """Episodes sampled and not delivered: "stale", or of a group with an "error", a "timeout" or a "context"."""
+        """Episodes sampled and not delivered: "stale", or of a group with an "error", a "timeout"
+        or a "context"."""
         return Counter(self._queue.dropped)
 
     @property
@@ -289,7 +306,8 @@ class EpisodeCollector(Checked, BaseCollector):
         return getattr(self.replay_buffer, attr)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the tasks and sample from the first; what is in flight is forgotten. Returns the next seed, as TorchRL does."""
+        """Seed the tasks and sample from the first; what is in flight is forgotten. Returns the
+        next seed, as TorchRL does."""
         with self.paused():
             self._forget()
             return int(self.env.set_seed(seed, static_seed=static_seed))
@@ -297,14 +315,16 @@ class EpisodeCollector(Checked, BaseCollector):
     def state_dict(self) -> OrderedDict:
         """The counters, and the first task not delivered: those in flight are sampled again.
 
-        With ``max_staleness=0`` and between batches nothing is in flight, and a run continues exactly.
+        With ``max_staleness=0`` and between batches nothing is in flight, and a run continues
+        exactly.
         """
         with self.paused():
             counts = {"dropped": dict(self._queue.dropped), "faults": dict(self._queue.faults.counts)}
             return OrderedDict(env_state_dict=self._env_state(), frames=self._frames, iter=self._iter, **counts)
 
     def load_state_dict(self, state_dict: OrderedDict, **kwargs: Any) -> None:
-        """Continue with the task that comes next in ``state_dict``; what is in flight is forgotten."""
+        """Continue with the task that comes next in ``state_dict``; what is in flight is
+        forgotten."""
         with self.paused():
             self._forget()
             _load_env_state(self.env, state_dict["env_state_dict"])
@@ -325,14 +345,15 @@ class EpisodeCollector(Checked, BaseCollector):
         return OrderedDict(task_sampler=asdict(self.env.task_sampler), num_sampled=first, slots=[])
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Stop collecting, cancel the requests to the policy, let the threads end, close the environment.
+        """Stop collecting, cancel the requests to the policy, let the threads end, close the
+        environment.
 
-        A second call does nothing. Environments that hang are left behind, without the global random generators if they
-        had them; the policy stays open.
+        A second call does nothing. Environments that hang are left behind, without the global
+        random generators if they had them; the policy stays open.
 
         Args:
-            timeout: seconds to wait for the policy's step in the background, and for calls of environments; default 10,
-                or ``step_timeout`` if that is less.
+            timeout: seconds to wait for the policy's step in the background, and for calls of
+                environments; default 10, or ``step_timeout`` if that is less.
             close_env: close the environment; default True.
             raise_on_error: raise if something does not stop; otherwise it is logged. Default True.
         """
@@ -347,7 +368,8 @@ class EpisodeCollector(Checked, BaseCollector):
             _cancel(self.policy)
         self.closed = True
         if close_env:
-            # Whatever env.is_closed says: TorchRL takes an environment for closed until it says otherwise.
+            # Whatever env.is_closed says: TorchRL takes an environment for closed until it says
+            # otherwise.
             self.env.close(raise_if_closed=False)
         if not stopped:
             message = "The policy's step has not come back; its thread was left behind. Close the policy's engine."
@@ -388,7 +410,8 @@ def _cancel(policy: TurnPolicy) -> None:
 
 
 def _check_turn_end(env: GEMEnv, policy: TurnPolicy) -> None:
-    """Warn if the policy stops at some ids, but not at the one that the environment's chat template ends a turn with."""
+    """Warn if the policy stops at some ids, but not at the one that the environment's chat template
+    ends a turn with."""
     formatter, stops = env.formatter, policy.stop_ids
     if not stops or not formatter.end_of_turn_ids or formatter.end_of_turn_ids[0] in stops:
         return

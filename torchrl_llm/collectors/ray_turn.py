@@ -19,43 +19,50 @@ __all__ = ["RayTurnCollector", "WorkerLostError"]
 class RayTurnCollector(EpisodeCollector):
     """Collects on N Ray actors, each with an environment and a policy of its own.
 
-    Batches are those of :class:`~torchrl_llm.collectors.AsyncTurnCollector`: B tasks in the order sampled, whole groups,
-    with ``max_staleness`` and faults as there. Tasks are sampled here and sent to the worker that has least to do, and
-    weights go with them; so with ``max_staleness=0`` the episodes are the same for any number of workers.
+    Batches are those of :class:`~torchrl_llm.collectors.AsyncTurnCollector`: B tasks in the order
+    sampled, whole groups, with ``max_staleness`` and faults as there. Tasks are sampled here and
+    sent to the worker that has least to do, and weights go with them; so with ``max_staleness=0``
+    the episodes are the same for any number of workers.
 
-    A worker that dies is replaced, and its tasks are run again, from their start: each task is delivered once, whichever
-    worker is lost. Workers end with the process that made them.
+    A worker that dies is replaced, and its tasks are run again, from their start: each task is
+    delivered once, whichever worker is lost. Workers end with the process that made them.
 
-    TorchRL's ``RayCollector`` is not used: it returns the batch of whichever worker is ready first, so short episodes would be
-    favored; its state is that of workers which continue meanwhile; and the loss of a worker ends it. Its ``RayReplayBuffer``
-    fits, as ``replay_buffer``.
+    TorchRL's ``RayCollector`` is not used: it returns the batch of whichever worker is ready first,
+    so short episodes would be favored; its state is that of workers which continue meanwhile; and
+    the loss of a worker ends it. Its ``RayReplayBuffer`` fits, as ``replay_buffer``.
 
     Args:
-        env: the environment here, a :class:`~torchrl_llm.envs.GEMEnv`, or a function that makes it. It samples the tasks, and
-            runs none.
-        policy: the policy here. Its ``sampling`` and ``policy_version`` count; it does not sample for this collector.
+        env: the environment here, a :class:`~torchrl_llm.envs.GEMEnv`, or a function that makes it.
+            It samples the tasks, and runs none.
+        policy: the policy here. Its ``sampling`` and ``policy_version`` count; it does not sample
+            for this collector.
         make_env: makes a worker's environment; default ``env``, where that is a function.
         make_policy: makes a worker's policy. Functions are sent to the workers with cloudpickle.
         num_workers: how many.
         batch_size: episodes B of a batch.
         max_staleness: how many versions old a token may be at delivery; default 0.
         worker_options: of Ray's actors; default ``{"num_cpus": 1}``.
-        num_threads, step_timeout, max_faults: see :class:`~torchrl_llm.collectors.AsyncTurnCollector`; threads are each
-            worker's own.
-        worker_timeout: seconds without an answer, such as one step of its policy takes, after which a worker counts as lost.
-            Default 600.
-        start_timeout: seconds that a worker may take to start; later ones are only waited for if no other is up. Default 600.
-        max_losses: how often in a row a worker may be lost without having finished an episode. Default 3.
-        background: a thread continues to collect while the caller trains. Default: ``max_staleness > 0``.
-        weight_sync_schemes: ``{"policy": RayWeightSync(...)}``, see :class:`~torchrl_llm.weight_update.RayWeightSync`;
-            default none: workers keep the weights that ``make_policy`` gave them.
-        total_frames, total_batches, replay_buffer, postproc, exploration_type, pre_collect_hook, post_collect_hook: see
-            :class:`~torchrl_llm.collectors.TurnCollector`.
+        num_threads, step_timeout, max_faults: see
+            :class:`~torchrl_llm.collectors.AsyncTurnCollector`; threads are each worker's own.
+        worker_timeout: seconds without an answer, such as one step of its policy takes, after which
+            a worker counts as lost. Default 600.
+        start_timeout: seconds that a worker may take to start; later ones are only waited for if no
+            other is up. Default 600.
+        max_losses: how often in a row a worker may be lost without having finished an episode.
+            Default 3.
+        background: a thread continues to collect while the caller trains. Default:
+            ``max_staleness > 0``.
+        weight_sync_schemes: ``{"policy": RayWeightSync(...)}``, see
+            :class:`~torchrl_llm.weight_update.RayWeightSync`; default none: workers keep the
+            weights that ``make_policy`` gave them.
+        total_frames, total_batches, replay_buffer, postproc, exploration_type, pre_collect_hook,
+            post_collect_hook: see :class:`~torchrl_llm.collectors.TurnCollector`.
 
     Raises:
         ImportError: Ray is not installed.
         RuntimeError: Ray is not running.
-        ValueError: a setting makes no sense, or the workers' environments or policies are not those here.
+        ValueError: a setting makes no sense, or the workers' environments or policies are not those
+            here.
         WorkerLostError: a worker does not start, or is lost again and again.
         EnvironmentFault: at ``next()``, more than ``max_faults`` episodes failed.
 
@@ -93,8 +100,8 @@ class RayTurnCollector(EpisodeCollector):
         background: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        # Ray itself reserves a CPU for an actor only while it starts: any number would share one. Before anything else is made:
-        # without Ray all of it would be for nothing.
+        # Ray itself reserves a CPU for an actor only while it starts: any number would share one.
+        # Before anything else is made: without Ray all of it would be for nothing.
         cluster = self._make_cluster({"num_cpus": 1} if worker_options is None else worker_options)
         make_env = make_env or (None if isinstance(env, GEMEnv) else env)
         if make_env is None:
@@ -119,7 +126,8 @@ class RayTurnCollector(EpisodeCollector):
             make_worker,
             num_workers=num_workers,
             cluster=cluster,
-            # A function: the sampler is replaced by set_seed, and in an adaptive mixture after each batch.
+            # A function: the sampler is replaced by set_seed, and in an adaptive mixture after each
+            # batch.
             task_sampler=lambda: self.env.task_sampler,
             weights=self._weights,
             timeout=worker_timeout,
@@ -140,12 +148,14 @@ class RayTurnCollector(EpisodeCollector):
 
     @property
     def parity_gap(self) -> float:
-        """What the last worker that got weights found, in nats (:class:`~torchrl_llm.weight_update.ParityCheck`); NaN before."""
+        """What the last worker that got weights found, in nats
+        (:class:`~torchrl_llm.weight_update.ParityCheck`); NaN before."""
         return self._executor.parity_gap
 
     @property
     def logprobs_match_trainer(self) -> bool:
-        """Whether a scorer computes the very log-probs that the workers record; see :attr:`TurnPolicy.logprobs_match_trainer`."""
+        """Whether a scorer computes the very log-probs that the workers record; see
+        :attr:`TurnPolicy.logprobs_match_trainer`."""
         return all(worker.info.logprobs_match_trainer for worker in self._executor.workers if worker.info is not None)
 
     def metrics(self) -> dict[str, float]:

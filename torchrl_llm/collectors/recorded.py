@@ -20,14 +20,16 @@ logger = logging.getLogger(__name__)
 
 
 class RecordedCollector(EpisodeCollector):
-    """Delivers given episodes, all of them once in an order of chance, then again in another one: data to imitate.
+    """Delivers given episodes, all of them once in an order of chance, then again in another one:
+    data to imitate.
 
-    It is a :class:`~torchrl_llm.collectors.TurnCollector` that plays nothing: batches, counters, ranks and resume are the same. The
-    place in the order is the number of the environment's task, whose ids the rows get: workers that share a stream of tasks share
-    the orders.
+    It is a :class:`~torchrl_llm.collectors.TurnCollector` that plays nothing: batches, counters,
+    ranks and resume are the same. The place in the order is the number of the environment's task,
+    whose ids the rows get: workers that share a stream of tasks share the orders.
 
     Args:
-        env: a :class:`~torchrl_llm.envs.GEMEnv`; its sampler counts the tasks, and it is never stepped.
+        env: a :class:`~torchrl_llm.envs.GEMEnv`; its sampler counts the tasks, and it is never
+            stepped.
         policy: the one that is trained; it stamps the rows with its version.
         episodes: finished ones, as :func:`~torchrl_llm.data.read_transcripts` reads them.
         seed: of the orders, >= 0. Default 0.
@@ -71,7 +73,8 @@ class RecordedCollector(EpisodeCollector):
         return OrderedDict(super().state_dict(), episodes=self._digest)
 
     def load_state_dict(self, state_dict: OrderedDict, **kwargs: Any) -> None:
-        """Continue; a warning says if the episodes are others, for the run does not end in the same bytes then."""
+        """Continue; a warning says if the episodes are others, for the run does not end in the same
+        bytes then."""
         if state_dict.get("episodes", self._digest) != self._digest:
             logger.warning(
                 "The recorded episodes are not those that the checkpoint was made with: the run goes on with the new ones, and does "

@@ -1,7 +1,7 @@
 """Games whose players all learn: :class:`SelfPlayCollector`, :class:`TableExecutor`.
 
-A seat is a slot, and its episode a conversation like any other; only its turns wait for the other seats. Games themselves are in
-:mod:`torchrl_llm.envs.games`.
+A seat is a slot, and its episode a conversation like any other; only its turns wait for the other
+seats. Games themselves are in :mod:`torchrl_llm.envs.games`.
 """
 
 from __future__ import annotations
@@ -25,31 +25,38 @@ from torchrl_llm.utils.options import Count
 
 
 class SelfPlayCollector(EpisodeCollector):
-    """Plays games of several players in which one policy has all seats, and delivers an episode for each seat.
+    """Plays games of several players in which one policy has all seats, and delivers an episode for
+    each seat.
 
-    Batches are those of :class:`~torchrl_llm.collectors.TurnCollector`: rows ``[B]`` in the order sampled, by one version of the
-    policy, with nothing in flight between them, and a resumed run goes on exactly. The episodes of a game are neighbors in a batch,
-    one a seat in the order of the players, each with its own context and reward; all are trained on. All seats that are to move
+    Batches are those of :class:`~torchrl_llm.collectors.TurnCollector`: rows ``[B]`` in the order
+    sampled, by one version of the policy, with nothing in flight between them, and a resumed run
+    goes on exactly. The episodes of a game are neighbors in a batch, one a seat in the order of the
+    players, each with its own context and reward; all are trained on. All seats that are to move
     are asked in one call of the policy, over all games.
 
-    The seats of a game have different tasks, and a game that one of them wins the others lose. So in the rows each episode is a group of
-    its own (``"group_id"``), and nothing compares them; episodes of the same seat in other games are compared by
-    :class:`~torchrl_llm.objectives.RoleRelative`. The players of a game have consecutive values of ``"episode_id"``.
+    The seats of a game have different tasks, and a game that one of them wins the others lose. So
+    in the rows each episode is a group of its own (``"group_id"``), and nothing compares them;
+    episodes of the same seat in other games are compared by
+    :class:`~torchrl_llm.objectives.RoleRelative`. The players of a game have consecutive values of
+    ``"episode_id"``.
 
-    A game that fails is dropped with all its seats, and another one fills the batch. A seat whose game ended before it moved has
-    an episode of one turn without a response (:attr:`passed`): its reward counts in metrics, and nothing is learned from it.
+    A game that fails is dropped with all its seats, and another one fills the batch. A seat whose
+    game ended before it moved has an episode of one turn without a response (:attr:`passed`): its
+    reward counts in metrics, and nothing is learned from it.
 
-    With an ``opponent``, a batch is a match: in the n-th game the policy has the seat ``n % players``, the opponent all others, and
-    only the policy's episodes are delivered, ``batch_size / players`` of them.
+    With an ``opponent``, a batch is a match: in the n-th game the policy has the seat
+    ``n % players``, the opponent all others, and only the policy's episodes are delivered,
+    ``batch_size / players`` of them.
 
     Args:
         env: a :class:`~torchrl_llm.envs.SelfPlayEnv`, or a function that makes it.
         policy: a :class:`~torchrl_llm.modules.policy.TurnPolicy`.
         batch_size: episodes B of a batch, of all seats.
         opponent: another policy, which does not learn; default none.
-        max_faults: failed games tolerated for one batch; one more raises an ``EnvironmentFault``. Default 16.
-        total_frames, total_batches, replay_buffer, postproc, exploration_type, weight_sync_schemes, pre_collect_hook,
-            post_collect_hook: see :class:`~torchrl_llm.collectors.TurnCollector`.
+        max_faults: failed games tolerated for one batch; one more raises an ``EnvironmentFault``.
+            Default 16.
+        total_frames, total_batches, replay_buffer, postproc, exploration_type, weight_sync_schemes,
+            pre_collect_hook, post_collect_hook: see :class:`~torchrl_llm.collectors.TurnCollector`.
 
     Raises:
         TypeError: ``env`` is no SelfPlayEnv.
@@ -110,7 +117,8 @@ class SelfPlayCollector(EpisodeCollector):
 
 
 def is_learners(episode: Episode, task_sampler: TaskSampler) -> bool:
-    """Whether the policy, and not the opponent, has the seat of an episode: seat ``n % players`` of the n-th game of a stream.
+    """Whether the policy, and not the opponent, has the seat of an episode: seat ``n % players`` of
+    the n-th game of a stream.
 
     Examples:
         >>> task_sampler = TaskSampler(group_size=2)
@@ -124,14 +132,16 @@ def is_learners(episode: Episode, task_sampler: TaskSampler) -> bool:
 class TableExecutor(ThreadExecutor):
     """Runs the episodes of whole games, over groups of slots, in the caller's thread.
 
-    A response is a move at its game's table. The seat that made it is answered when it is its turn again, or the game has ended.
+    A response is a move at its game's table. The seat that made it is answered when it is its turn
+    again, or the game has ended.
 
     Args:
         env: used by nothing else meanwhile.
         policy: answers single turns.
         queue: the episodes.
         greedy: decode greedily.
-        opponent: answers instead of the policy but for one seat of each game (:func:`is_learners`); ``None``: the policy has all.
+        opponent: answers instead of the policy but for one seat of each game (:func:`is_learners`);
+            ``None``: the policy has all.
     """
 
     env: SelfPlayEnv
@@ -162,7 +172,8 @@ class TableExecutor(ThreadExecutor):
                 episode = self._queue.next()
                 if episode is None:
                     return
-                # The rest of the group: batches are whole groups, and no game of this one has failed yet.
+                # The rest of the group: batches are whole groups, and no game of this one has
+                # failed yet.
                 for slot in seats:
                     self._slots[slot] = episode
                     episode = self._queue.next() if slot < seats[-1] else episode
@@ -245,7 +256,8 @@ class _Players:
         answers = policy.poll() if policy.pending else []
         if not opponent.pending:
             return answers
-        # Its weights do not age: with versions of its own, its side of a game would count as stale, and drop the game.
+        # Its weights do not age: with versions of its own, its side of a game would count as stale,
+        # and drop the game.
         version = policy.policy_version
         return [*answers, *(each._replace(versions=np.full_like(each.versions, version)) for each in opponent.poll())]
 

@@ -1,4 +1,5 @@
-"""Episodes that branch: some are continued from the middle, and all that comes of it is trained on: :class:`Trees`."""
+"""Episodes that branch: some are continued from the middle, and all that comes of it is trained on:
+:class:`Trees`."""
 
 from __future__ import annotations
 
@@ -23,19 +24,24 @@ from torchrl_llm.utils.options import Checked, Count
 class Trees(Checked):
     """How episodes branch; an option of :class:`~torchrl_llm.collectors.TurnCollector`.
 
-    Of each group some episodes are played from the start, each the root of a tree; it is continued ``branches`` times from one of its
-    turns (:func:`~torchrl_llm.collectors.branch`). The turns before it are sampled once and stand in every row of the tree, so
-    that prefix sharing computes them once. Which turn it is, a hash of the episode's id says and nothing that happens in it. An episode
-    that has ended by then is not continued: as many others of its task are played instead, so that every group has its size.
+    Of each group some episodes are played from the start, each the root of a tree; it is continued
+    ``branches`` times from one of its turns (:func:`~torchrl_llm.collectors.branch`). The turns
+    before it are sampled once and stand in every row of the tree, so that prefix sharing computes
+    them once. Which turn it is, a hash of the episode's id says and nothing that happens in it. An
+    episode that has ended by then is not continued: as many others of its task are played instead,
+    so that every group has its size.
 
-    The rows of a tree count one ``branches + 1``-th each (``"row_weight"``). A turn before the branch then gets the mean of what
-    followed, and one behind it is compared with the others in the very same state (``LLMGRPOLoss(credit="state", ...)``,
-    after TreePO, Li et al., 2025, arXiv:2508.17445, and Tree-GRPO, Ji et al., 2025, arXiv:2509.21240, which also compare rows in
-    turns that they share). The expected gradient is that of episodes that do not branch, times a number.
+    The rows of a tree count one ``branches + 1``-th each (``"row_weight"``). A turn before the
+    branch then gets the mean of what followed, and one behind it is compared with the others in the
+    very same state (``LLMGRPOLoss(credit="state", ...)``, after TreePO, Li et al., 2025,
+    arXiv:2508.17445, and Tree-GRPO, Ji et al., 2025, arXiv:2509.21240, which also compare rows in
+    turns that they share). The expected gradient is that of episodes that do not branch, times a
+    number.
 
     Args:
         branches: continuations of each root.
-        depth: the last turn, counted from 0, before which trees branch; each of 1 to ``depth`` is as likely. Default: 4.
+        depth: the last turn, counted from 0, before which trees branch; each of 1 to ``depth`` is
+            as likely. Default: 4.
 
     Raises:
         ConfigError: one of them is less than 1.
@@ -68,8 +74,8 @@ def grow(
         options: ``greedy`` and ``max_faults`` of :func:`~torchrl_llm.collectors.branch`.
 
     Returns:
-        ``len(roots) * trees.size`` episodes, each root followed by its continuations, by their ids; fewer where environments
-        failed, for then the whole group is left out.
+        ``len(roots) * trees.size`` episodes, each root followed by its continuations, by their ids;
+        fewer where environments failed, for then the whole group is left out.
 
     Raises:
         Exception: what :func:`~torchrl_llm.collectors.branch` raises.
@@ -86,7 +92,8 @@ def grow(
 
 
 def mark_trees(rows: TensorDictBase, episodes: Sequence[Episode], trees: Trees) -> None:
-    """Write what tells the rows of trees from others: ``"tree_id"``, ``"branch_turn"`` and ``"row_weight"`` ``[B]``.
+    """Write what tells the rows of trees from others: ``"tree_id"``, ``"branch_turn"`` and
+    ``"row_weight"`` ``[B]``.
 
     Args:
         rows: those of ``episodes``, ``[B]``.

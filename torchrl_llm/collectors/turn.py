@@ -1,4 +1,5 @@
-"""On-policy batches of whole episodes, a turn of all slots at a time: :class:`TurnCollector`, :class:`LockstepExecutor`."""
+"""On-policy batches of whole episodes, a turn of all slots at a time: :class:`TurnCollector`,
+:class:`LockstepExecutor`."""
 
 from __future__ import annotations
 
@@ -26,24 +27,28 @@ from torchrl_llm.keys import StopReason
 
 
 class TurnCollector(EpisodeCollector):
-    """Runs B tasks over N slots, a turn of all slots at a time, and delivers the episodes in the order sampled.
+    """Runs B tasks over N slots, a turn of all slots at a time, and delivers the episodes in the
+    order sampled.
 
-    A slot is refilled as soon as its episode ends, until B tasks are sampled; then slots idle, and the batch is complete
-    when the last episode ends. Short and long episodes therefore occur as often as under the policy, one policy
-    version collects the whole batch, groups are whole, and nothing is in flight between batches. ``B`` may be any multiple
-    of the group size; ``B = 4 N`` keeps slots about 80 % busy, ``B = 8 N`` about 90 %.
+    A slot is refilled as soon as its episode ends, until B tasks are sampled; then slots idle, and
+    the batch is complete when the last episode ends. Short and long episodes therefore occur as
+    often as under the policy, one policy version collects the whole batch, groups are whole, and
+    nothing is in flight between batches. ``B`` may be any multiple of the group size; ``B = 4 N``
+    keeps slots about 80 % busy, ``B = 8 N`` about 90 %.
 
-    An episode whose environment failed has no true reward: its group is dropped and further tasks fill the batch, as
-    :class:`~torchrl_llm.collectors.AsyncTurnCollector` does.
+    An episode whose environment failed has no true reward: its group is dropped and further tasks
+    fill the batch, as :class:`~torchrl_llm.collectors.AsyncTurnCollector` does.
 
-    Batches are rows ``[B]``, one episode each (:mod:`torchrl_llm.keys`). Frames are turns. With a ``replay_buffer`` each batch
-    extends it, and iteration yields ``None``.
+    Batches are rows ``[B]``, one episode each (:mod:`torchrl_llm.keys`). Frames are turns. With a
+    ``replay_buffer`` each batch extends it, and iteration yields ``None``.
 
-    Environments are used through ``env.step`` and ``env.reset``, so any ``EnvBase`` works, transforms included.
+    Environments are used through ``env.step`` and ``env.reset``, so any ``EnvBase`` works,
+    transforms included.
 
     Args:
-        env: an environment with batch size ``[N]`` that has the keys of :mod:`torchrl_llm.keys` and starts the next task at a
-            partial reset, such as :class:`~torchrl_llm.envs.GEMEnv` with ``on_done="refill"``; or a function that makes it.
+        env: an environment with batch size ``[N]`` that has the keys of :mod:`torchrl_llm.keys` and
+            starts the next task at a partial reset, such as :class:`~torchrl_llm.envs.GEMEnv` with
+            ``on_done="refill"``; or a function that makes it.
         policy: a :class:`~torchrl_llm.modules.policy.TurnPolicy`.
         batch_size: episodes B of a batch.
         total_frames: stop once this many turns are collected; default -1, no limit.
@@ -51,26 +56,32 @@ class TurnCollector(EpisodeCollector):
         replay_buffer: extended by every batch; default none.
         postproc: called on every batch, before it is stored or yielded; default none.
         exploration_type: as in TorchRL; default ``ExplorationType.RANDOM``.
-        max_faults: failed episodes tolerated for one batch; one more raises an ``EnvironmentFault``. Default 16. The
-            environment's own ``max_faults``, in a row, holds too. With ``trees``, of the continuations as many more.
-        keep_failed: deliver episodes whose environment failed as far as they were collected, and replace none, so that they
-            count where nothing is trained on them, as in an evaluation. One that failed at its reset never began: the
-            next task fills the batch. Default False.
-        branches: play continuations of the states of every batch, and write what they return to ``("turn", "sampled_value")``
-            ``[B, T]`` (:func:`~torchrl_llm.collectors.value_states`); for a GEMEnv and a TurnPolicy. Default none.
-        trees: continue some of the episodes from the middle and deliver all that comes of it, rows in which ``"tree_id"`` and
-            ``"branch_turn"`` tell which begin alike, and ``"row_weight"`` how much each counts (:class:`~torchrl_llm.collectors.Trees`); for a
-            GEMEnv and a TurnPolicy. ``batch_size`` counts all rows; a group has those of all its trees. Default none.
+        max_faults: failed episodes tolerated for one batch; one more raises an
+            ``EnvironmentFault``. Default 16. The environment's own ``max_faults``, in a row, holds
+            too. With ``trees``, of the continuations as many more.
+        keep_failed: deliver episodes whose environment failed as far as they were collected, and
+            replace none, so that they count where nothing is trained on them, as in an evaluation.
+            One that failed at its reset never began: the next task fills the batch. Default False.
+        branches: play continuations of the states of every batch, and write what they return to
+            ``("turn", "sampled_value")`` ``[B, T]`` (:func:`~torchrl_llm.collectors.value_states`);
+            for a GEMEnv and a TurnPolicy. Default none.
+        trees: continue some of the episodes from the middle and deliver all that comes of it, rows
+            in which ``"tree_id"`` and ``"branch_turn"`` tell which begin alike, and
+            ``"row_weight"`` how much each counts (:class:`~torchrl_llm.collectors.Trees`); for a
+            GEMEnv and a TurnPolicy. ``batch_size`` counts all rows; a group has those of all its
+            trees. Default none.
         policy_device: the policy reads its input on this device; default the environment's.
-        weight_sync_schemes: by model id, what ``update_policy_weights_()`` sends weights with, such as
-            ``{"policy": EngineWeightSync(...)}``; default none: the policy shares the trained weights.
+        weight_sync_schemes: by model id, what ``update_policy_weights_()`` sends weights with, such
+            as ``{"policy": EngineWeightSync(...)}``; default none: the policy shares the trained
+            weights.
         pre_collect_hook, post_collect_hook: called before and after every batch; default none.
 
     Raises:
-        ValueError: ``batch_size`` is not a multiple of the environment's group size, or the environment has not exactly
-            one batch dimension.
+        ValueError: ``batch_size`` is not a multiple of the environment's group size, or the
+            environment has not exactly one batch dimension.
         EnvironmentFault: more than ``max_faults`` episodes of a batch failed.
-        RuntimeError: the environment leaves slots empty at a partial reset, or samples tasks other than B whole groups.
+        RuntimeError: the environment leaves slots empty at a partial reset, or samples tasks other
+            than B whole groups.
 
     Examples:
         >>> from torchrl_llm.envs import GEMEnv
@@ -167,7 +178,8 @@ def _env_state(env: EnvBase) -> OrderedDict:
 
 
 class LockstepExecutor(RolloutExecutor):
-    """Runs any environment of batch size ``[N]`` with the keys of :mod:`torchrl_llm.keys`, transforms included.
+    """Runs any environment of batch size ``[N]`` with the keys of :mod:`torchrl_llm.keys`,
+    transforms included.
 
     The environment samples tasks itself at a partial reset, and contains its own faults; those of a
     :class:`~torchrl_llm.envs.GEMEnv` (also beneath transforms) are counted.
@@ -236,7 +248,8 @@ class LockstepExecutor(RolloutExecutor):
 
     def _fill(self) -> None:
         while (free := [i for i, episode in enumerate(self._slots) if episode is None]) and self._queue.room:
-            # No more than the batch lacks: an environment samples a task for each slot that it resets.
+            # No more than the batch lacks: an environment samples a task for each slot that it
+            # resets.
             chosen = free[: self._queue.room]
             self._reset(chosen)
             found = zip(chosen, new_episodes(self._current[chosen]), strict=True)
@@ -265,7 +278,8 @@ class LockstepExecutor(RolloutExecutor):
         return self._policy(current.to(self._policy_device)).to(self._env.device)
 
     def _record_faults(self) -> None:
-        """Count the failures of the last reset or step; a task whose reset failed never got to the queue."""
+        """Count the failures of the last reset or step; a task whose reset failed never got to the
+        queue."""
         for fault in [] if self._gem is None else self._gem.new_faults:
             if fault.turn < 0:
                 self._queue.dropped[fault.reason] += 1

@@ -25,26 +25,30 @@ def rows_from_agilerl(
     sampling_logps: Sequence[Tensor] | None = None,
     group_size: int = 1,
 ) -> TensorDict:
-    """The arguments of AgileRL's ``learn((completion_ids, action_masks, rewards), turn_ids, sampling_logps)`` as rows.
+    """The arguments of AgileRL's ``learn((completion_ids, action_masks, rewards), turn_ids,
+    sampling_logps)`` as rows.
 
-    AgileRL (2.9.1) aligns ``action_masks`` and ``turn_ids`` with *predicted* tokens: entry j describes token j + 1, so
-    they are one shorter than the ids. Ours are aligned with the tokens themselves. Its layout does not say whether an
-    episode was truncated: rows are marked as terminated, without bootstrap. Success and stop reason are not known and are
-    left out.
+    AgileRL (2.9.1) aligns ``action_masks`` and ``turn_ids`` with *predicted* tokens: entry j
+    describes token j + 1, so they are one shorter than the ids. Ours are aligned with the tokens
+    themselves. Its layout does not say whether an episode was truncated: rows are marked as
+    terminated, without bootstrap. Success and stop reason are not known and are left out.
 
     Args:
-        completion_ids: whole episodes: a list of ``[1, L_i]`` (or ``[n_i, L_i]``), or ``[B, L]`` right-padded.
+        completion_ids: whole episodes: a list of ``[1, L_i]`` (or ``[n_i, L_i]``), or ``[B, L]``
+            right-padded.
         action_masks: bool, one column less than the ids, each.
-        rewards: per turn, ``[B, T]`` or a list with ``[T_i]`` for each row; single-turn data also ``[B]``.
-        turn_ids: int64, shaped as ``action_masks``, -1 off-action; ``None``: every action is of turn 0.
-        sampling_logps: log-probs of the generated tokens, one flat tensor a row; ``None`` leaves ``"sample_log_prob"`` out,
-            and ``"old_log_prob"`` has to be scored.
+        rewards: per turn, ``[B, T]`` or a list with ``[T_i]`` for each row; single-turn data also
+            ``[B]``.
+        turn_ids: int64, shaped as ``action_masks``, -1 off-action; ``None``: every action is of
+            turn 0.
+        sampling_logps: log-probs of the generated tokens, one flat tensor a row; ``None`` leaves
+            ``"sample_log_prob"`` out, and ``"old_log_prob"`` has to be scored.
         group_size: consecutive rows that share a task.
 
     Returns:
-        Rows ``[B]`` with ids, masks, ``turn_ids``, ``policy_version`` 0, the per-turn keys and the episode's ids. Ids
-        behind the last action token are kept where the length of a row is known (a list), and dropped from a padded
-        tensor, which does not tell padding from feedback.
+        Rows ``[B]`` with ids, masks, ``turn_ids``, ``policy_version`` 0, the per-turn keys and the
+        episode's ids. Ids behind the last action token are kept where the length of a row is known
+        (a list), and dropped from a padded tensor, which does not tell padding from feedback.
 
     Raises:
         ValueError: shapes that do not fit together, or a reward for a turn without a response.
@@ -88,13 +92,15 @@ def rows_from_agilerl(
 
 
 def _stack(parts: Tensor | Sequence[Tensor], value: int | bool) -> tuple[Tensor, Tensor]:
-    """One right-padded ``[B, L]`` tensor on the CPU, and the width of each row before padding, ``[B]``."""
+    """One right-padded ``[B, L]`` tensor on the CPU, and the width of each row before padding,
+    ``[B]``."""
     rows = [row for part in parts for row in torch.atleast_2d(part.detach().cpu())]
     return pad_sequence(rows, batch_first=True, padding_value=value), torch.tensor([len(row) for row in rows])
 
 
 def _turn_keys(reward: Tensor, turns: Tensor) -> dict[keys.NestedKey, Tensor]:
-    """The per-turn keys ``[B, T]``: the mask holds the turns up to the last one with an action token."""
+    """The per-turn keys ``[B, T]``: the mask holds the turns up to the last one with an action
+    token."""
     last = turns.amax(-1, keepdim=True)
     count = torch.arange(max(reward.shape[1], int(last.max()) + 1))
     reward = F.pad(reward, (0, len(count) - reward.shape[1]))

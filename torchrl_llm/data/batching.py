@@ -1,7 +1,8 @@
-"""Splitting and joining rows: :func:`minibatches` for optimizer steps, :func:`micro_batches` for memory, :func:`cat_rows`.
+"""Splitting and joining rows: :func:`minibatches` for optimizer steps, :func:`micro_batches` for
+memory, :func:`cat_rows`.
 
-Losses are weighted sums (:func:`torchrl_llm.functional.loss_weights`), so the split of a batch never
-changes a gradient, only the amount of padding.
+Losses are weighted sums (:func:`torchrl_llm.functional.loss_weights`), so the split of a batch
+never changes a gradient, only the amount of padding.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ def minibatches(
     generator: torch.Generator | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> list[TensorDictBase]:
-    """Shuffle rows ``[B]`` and cut them into batches of at most ``size`` rows, one optimizer step each.
+    """Shuffle rows ``[B]`` and cut them into batches of at most ``size`` rows, one optimizer step
+    each.
 
     Args:
         batch: rows of batch size ``[B]``.
-        size: most rows of a batch, >= 1. Where it does not divide B, batches are of nearly equal size instead of one
-            small remainder, whose step would count as much as the others.
+        size: most rows of a batch, >= 1. Where it does not divide B, batches are of nearly equal
+            size instead of one small remainder, whose step would count as much as the others.
         generator: of the permutation, on the CPU; ``None`` keeps the order.
-        process_group: the rows of all ranks are one batch, in the order of ``"episode_id"`` (of trees of ``"tree_id"``
-            first), and ``size`` counts all of them: whatever the number of ranks, the same rows share a step (if the
-            generators are in the same state). Each rank
+        process_group: the rows of all ranks are one batch, in the order of ``"episode_id"`` (of
+            trees of ``"tree_id"`` first), and ``size`` counts all of them: whatever the number of
+            ranks, the same rows share a step (if the generators are in the same state). Each rank
             gets its own of these rows, in equally many batches, some of which may be empty.
 
     Examples:
@@ -58,8 +60,8 @@ def spaced_rows(batch: TensorDictBase, step: int, process_group: dist.ProcessGro
     Args:
         batch: rows of batch size ``[B]``.
         step: >= 1.
-        process_group: of the rows of all ranks, in the order that :func:`minibatches` has them in; each rank gets its own of
-            these, which may be none.
+        process_group: of the rows of all ranks, in the order that :func:`minibatches` has them in;
+            each rank gets its own of these, which may be none.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -73,9 +75,11 @@ def spaced_rows(batch: TensorDictBase, step: int, process_group: dist.ProcessGro
 
 
 def _places(batch: TensorDictBase, process_group: dist.ProcessGroup) -> Tensor:
-    """The index in ``batch`` of each row of all ranks, in the order of their episodes; -1: the row is on another rank."""
+    """The index in ``batch`` of each row of all ranks, in the order of their episodes; -1: the row
+    is on another rank."""
     ids: list[list[tuple[int, int]]] = [[] for _ in range(dist.get_world_size(process_group))]
-    # As objects: ranks may have different numbers of rows, which all_gather() of tensors does not take.
+    # As objects: ranks may have different numbers of rows, which all_gather() of tensors does not
+    # take.
     episode = batch[keys.EPISODE_ID]
     # A tree stands where its first episode was sampled: the ids of continuations are hashes.
     own_ids = [*zip(batch.get(keys.TREE_ID, episode).tolist(), episode.tolist(), strict=True)]
@@ -88,20 +92,22 @@ def _places(batch: TensorDictBase, process_group: dist.ProcessGroup) -> Tensor:
 def micro_batches(batch: TensorDictBase, max_tokens: int, cost: PrefixCost | None = None) -> list[TensorDictBase]:
     """Cut rows ``[B]`` into micro-batches of at most ``max_tokens`` tokens, padding included.
 
-    Rows are sorted by length, the longest first, and each micro-batch is trimmed to its longest row. A row of more than
-    ``max_tokens`` tokens gets a micro-batch of its own. With ``cost``, rows that share a prefix are put together where that
-    saves computation, and what they share counts once; each may have as many tokens as the longest row and an eighth more, if
-    that is more than ``max_tokens``.
+    Rows are sorted by length, the longest first, and each micro-batch is trimmed to its longest
+    row. A row of more than ``max_tokens`` tokens gets a micro-batch of its own. With ``cost``, rows
+    that share a prefix are put together where that saves computation, and what they share counts
+    once; each may have as many tokens as the longest row and an eighth more, if that is more than
+    ``max_tokens``.
 
     Args:
-        batch: rows of batch size ``[B]`` with ``"attention_mask"`` ``[B, L]``, right-padded; a row's gaps
-            (:mod:`torchrl_llm.modules.segments`) stay.
-        max_tokens: bound on rows times longest row, >= 1; with ``cost`` on the tokens that are computed, and a 16th of rows times
-            longest row.
+        batch: rows of batch size ``[B]`` with ``"attention_mask"`` ``[B, L]``, right-padded; a
+            row's gaps (:mod:`torchrl_llm.modules.segments`) stay.
+        max_tokens: bound on rows times longest row, >= 1; with ``cost`` on the tokens that are
+            computed, and a 16th of rows times longest row.
         cost: of a model that computes shared prefixes once; ``None``: no model here does.
 
     Returns:
-        Micro-batches; the per-token keys (:data:`torchrl_llm.keys.ROW_VIEW`) are ``[b, l]`` with l <= L.
+        Micro-batches; the per-token keys (:data:`torchrl_llm.keys.ROW_VIEW`) are ``[b, l]`` with l
+        <= L.
 
     Raises:
         KeyError: a key of your own is not declared, see :func:`torchrl_llm.keys.declare_row_key`.
@@ -117,11 +123,12 @@ def micro_batches(batch: TensorDictBase, max_tokens: int, cost: PrefixCost | Non
 
 
 def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
-    """Concatenate rows of different width: ``[B1]``, ``[B2]``, ... become ``[B1 + B2 + ...]``, padded to the widest.
+    """Concatenate rows of different width: ``[B1]``, ``[B2]``, ... become ``[B1 + B2 + ...]``,
+    padded to the widest.
 
     Args:
-        batches: rows with ``"attention_mask"`` ``[b, L]`` and, as a rule, ``("turn", "mask")`` ``[b, T]``; ``L`` and ``T`` may
-            differ from batch to batch.
+        batches: rows with ``"attention_mask"`` ``[b, L]`` and, as a rule, ``("turn", "mask")``
+            ``[b, T]``; ``L`` and ``T`` may differ from batch to batch.
 
     Returns:
         Rows of the greatest ``L`` and ``T``.
@@ -147,7 +154,8 @@ def row_sizes(rows: TensorDictBase) -> tuple[int, int]:
 
 
 def pad_rows(rows: TensorDictBase, width: int, num_turns: int) -> TensorDictBase:
-    """Rows ``[B]`` with the per-token keys padded to ``width`` and the per-turn keys to ``num_turns``."""
+    """Rows ``[B]`` with the per-token keys padded to ``width`` and the per-turn keys to
+    ``num_turns``."""
     own_width, own_turns = row_sizes(rows)
     missing = {"token": width - own_width, "turn": num_turns - own_turns}
     if not any(missing.values()):
@@ -178,11 +186,14 @@ def padding_share(parts: Sequence[TensorDictBase]) -> float:
 def apply_in_micro_batches(
     module: TensorDictModuleBase, batch: TensorDictBase, max_tokens: int, cost: PrefixCost | None = None
 ) -> TensorDictBase:
-    """Run a scorer or critic over rows ``[B]`` without a graph, in micro-batches, and write its ``out_keys``.
+    """Run a scorer or critic over rows ``[B]`` without a graph, in micro-batches, and write its
+    ``out_keys``.
 
     Args:
-        module: reads its ``in_keys`` from micro-batches ``[b, l]`` and writes its ``out_keys``: ``[b, l]`` or ``[b, ...]``.
-        batch: rows of batch size ``[B]``; per-token results come back at its full width ``L``, 0 in the padding.
+        module: reads its ``in_keys`` from micro-batches ``[b, l]`` and writes its ``out_keys``:
+            ``[b, l]`` or ``[b, ...]``.
+        batch: rows of batch size ``[B]``; per-token results come back at its full width ``L``, 0 in
+            the padding.
         max_tokens, cost: see :func:`micro_batches`.
 
     Returns:
@@ -198,7 +209,8 @@ def apply_in_micro_batches(
         for key in module.out_keys:
             value = part[key]
             if keys.row_axis(key, value) == "token":
-                # pad() starts from the last dimension, and a result may have others after its tokens.
+                # pad() starts from the last dimension, and a result may have others after its
+                # tokens.
                 value = torch.nn.functional.pad(value.movedim(1, -1), (0, padding)).movedim(-1, 1)
             if key not in written:
                 written[key] = value.new_zeros(batch.shape[0], *value.shape[1:])

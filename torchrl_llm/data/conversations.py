@@ -1,4 +1,5 @@
-"""Records of files of demonstrations, in the shapes that people have them: :func:`conversation_of`."""
+"""Records of files of demonstrations, in the shapes that people have them:
+:func:`conversation_of`."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _REFUSED = {
 """Fields of records that cannot be left out without a change of what is learned, and what to do."""
 
 _PREFERENCES = ("label", "kto_tag")
-"""Whether the answer of a record is one to imitate (TRL's and LLaMA-Factory's unpaired preferences)."""
+"""Whether the answer of a record is one to imitate (TRL's and LLaMA-Factory's unpaired
+preferences)."""
 
 _SHAPE = '{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
 
@@ -57,9 +59,9 @@ def conversation_of(record: Any) -> Conversation:
     """The messages of a record.
 
     Args:
-        record: it has ``"messages"``, ``"conversations"`` and perhaps ``"system"`` (ShareGPT), or lists of messages as
-            ``"prompt"`` and ``"completion"`` (TRL); and perhaps ``"reward"`` and ``"success"``. Other fields are left out,
-            unless they change what is learned.
+        record: it has ``"messages"``, ``"conversations"`` and perhaps ``"system"`` (ShareGPT), or
+            lists of messages as ``"prompt"`` and ``"completion"`` (TRL); and perhaps ``"reward"``
+            and ``"success"``. Other fields are left out, unless they change what is learned.
 
     Raises:
         ValueError: it is something else; the message says what to write instead.

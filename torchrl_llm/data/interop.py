@@ -1,6 +1,7 @@
 """Rows for TorchRL's own language-model components: its ``GRPOLoss`` and its ``MCAdvantage``.
 
-TorchRL computes; this module only renames keys, adapts shapes and wraps a scorer as the actor that its loss asks for.
+TorchRL computes; this module only renames keys, adapts shapes and wraps a scorer as the actor that
+its loss asks for.
 """
 
 from __future__ import annotations
@@ -35,27 +36,30 @@ MC_ADVANTAGE_KEYS: dict[str, Any] = {
 
 
 def to_grpo_keys(rows: TensorDictBase) -> TensorDict:
-    """Rows under the keys that ``torchrl.objectives.llm.GRPOLoss`` reads; its actor is a :class:`GRPOActor`.
+    """Rows under the keys that ``torchrl.objectives.llm.GRPOLoss`` reads; its actor is a
+    :class:`GRPOActor`.
 
     On the same rows, with the same clip and without KL, ``GRPOLoss(actor, masking_strategy="rlhf",
-    entropy_bonus=False)`` and :class:`~torchrl_llm.objectives.LLMGRPOLoss` have the same value and gradient:
-    ``aggregation="token_mean"`` is our ``weighting="token"``, and ``"prompt_mean"`` is ``"sequence"`` where every row has
-    an action. What differs (TorchRL 0.14.1):
+    entropy_bonus=False)`` and :class:`~torchrl_llm.objectives.LLMGRPOLoss` have the same value and
+    gradient: ``aggregation="token_mean"`` is our ``weighting="token"``, and ``"prompt_mean"`` is
+    ``"sequence"`` where every row has an action. What differs (TorchRL 0.14.1):
 
-    - ``kl_to_ref_coeff``: the mean is taken over all ``B * L`` positions, so that the term shrinks with the padding and
-      the feedback, and without the ratio to the policy that sampled. Ours is the mean over action tokens, with it.
+    - ``kl_to_ref_coeff``: the mean is taken over all ``B * L`` positions, so that the term shrinks
+      with the padding and the feedback, and without the ratio to the policy that sampled. Ours is
+      the mean over action tokens, with it.
     - means are taken over the rows it is given: with micro-batches they are means of means.
-    - ``kl_approx`` and ``clip_fraction`` are means over all positions too, and the former is the k1 estimate.
+    - ``kl_approx`` and ``clip_fraction`` are means over all positions too, and the former is the k1
+      estimate.
 
     Args:
-        rows: ``[B]`` rows with ``"tokens"``, ``"attention_mask"``, ``"turn_ids"``, ``"advantage"`` ``[B, L]`` (run an
-            estimator first) and ``"old_log_prob"`` or, without it, ``"sample_log_prob"``; ``"ref_log_prob"`` if there is
-            one.
+        rows: ``[B]`` rows with ``"tokens"``, ``"attention_mask"``, ``"turn_ids"``, ``"advantage"``
+            ``[B, L]`` (run an estimator first) and ``"old_log_prob"`` or, without it,
+            ``"sample_log_prob"``; ``"ref_log_prob"`` if there is one.
 
     Returns:
-        ``[B]``: ``("tokens", "full")``, ``("masks", all_attention_mask / all_assistant_mask)``, ``("log_probs", "full")``,
-        ``("next", "ref_log_probs", "full")`` and ``"turn_ids"`` ``[B, L]``, ``"advantage"`` ``[B, L, 1]``. Values off
-        actions are 0.
+        ``[B]``: ``("tokens", "full")``, ``("masks", all_attention_mask / all_assistant_mask)``,
+        ``("log_probs", "full")``, ``("next", "ref_log_probs", "full")`` and ``"turn_ids"``
+        ``[B, L]``, ``"advantage"`` ``[B, L, 1]``. Values off actions are 0.
 
     Raises:
         KeyError: a key is missing.
@@ -135,13 +139,15 @@ class ScoredTokens(Distribution):
 
 
 class GRPOActor(TensorDictModuleBase):
-    """A scorer as the actor of ``torchrl.objectives.llm.GRPOLoss``, on batches of :func:`to_grpo_keys`.
+    """A scorer as the actor of ``torchrl.objectives.llm.GRPOLoss``, on batches of
+    :func:`to_grpo_keys`.
 
     The mask marks the action tokens, whatever the loss's ``masking_strategy``.
 
     Args:
-        scorer: reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"`` ``[B, L]``, writes ``"log_prob"`` ``[B, L]`` and
-            optionally ``"entropy"``, such as :class:`~torchrl_llm.modules.TokenScorer`. It is held as a submodule.
+        scorer: reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"`` ``[B, L]``, writes
+            ``"log_prob"`` ``[B, L]`` and optionally ``"entropy"``, such as
+            :class:`~torchrl_llm.modules.TokenScorer`. It is held as a submodule.
 
     Examples:
         >>> from torchrl.objectives.llm import GRPOLoss
@@ -158,7 +164,8 @@ class GRPOActor(TensorDictModuleBase):
         self.out_keys = [_LOG_PROBS]
 
     def get_dist(self, tensordict: TensorDictBase, **_: Any) -> ScoredTokens:
-        """Score ``tensordict`` ``[B]``; TorchRL's further arguments name logits, of which there are none here."""
+        """Score ``tensordict`` ``[B]``; TorchRL's further arguments name logits, of which there are
+        none here."""
         tokens, attention_mask, turn_ids = (tensordict.get(key) for key in self.in_keys)
         rows = {keys.TOKENS: tokens, keys.ATTENTION_MASK: attention_mask, keys.TURN_IDS: turn_ids}
         scored = self.scorer(TensorDict(rows, batch_size=turn_ids.shape[:1], device=tensordict.device))
@@ -170,16 +177,19 @@ class GRPOActor(TensorDictModuleBase):
 
 
 class RowsAsTrajectories(Transform):
-    """Replay-buffer transform between :class:`~torchrl_llm.data.TurnsToSequence` and TorchRL's ``MCAdvantage``.
+    """Replay-buffer transform between :class:`~torchrl_llm.data.TurnsToSequence` and TorchRL's
+    ``MCAdvantage``.
 
-    ``MCAdvantage`` splits its input at done flags; for it a row is a trajectory of one step, with the rewards of the turns.
-    On writing, rows get ``"done"`` ``[B, 1]``, all True. On sampling, ``("turn", "advantage")``, which ``MCAdvantage`` has
-    written, goes to ``"advantage"`` ``[B, L]`` by ``"turn_ids"``. ``Compose`` writes from right to
-    left; ``MCAdvantage`` waits for whole groups, and nothing is stored until one is complete.
+    ``MCAdvantage`` splits its input at done flags; for it a row is a trajectory of one step, with
+    the rewards of the turns. On writing, rows get ``"done"`` ``[B, 1]``, all True. On sampling,
+    ``("turn", "advantage")``, which ``MCAdvantage`` has written, goes to ``"advantage"`` ``[B, L]``
+    by ``"turn_ids"``. ``Compose`` writes from right to left; ``MCAdvantage`` waits for whole
+    groups, and nothing is stored until one is complete.
 
     The advantage is ``(R - mean) / max(std, 1e-6)`` of the undiscounted returns of the group, as in
-    :class:`~torchrl_llm.objectives.GroupRelative` with ``eps=0``. An incomplete group stays in ``MCAdvantage`` when the
-    buffer is emptied, and later rows of the same ``group_id`` would complete it: call its ``clear_queues()`` too.
+    :class:`~torchrl_llm.objectives.GroupRelative` with ``eps=0``. An incomplete group stays in
+    ``MCAdvantage`` when the buffer is emptied, and later rows of the same ``group_id`` would
+    complete it: call its ``clear_queues()`` too.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, ReplayBuffer

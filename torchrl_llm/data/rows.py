@@ -23,7 +23,8 @@ class TurnViewError(ValueError):
 
 
 class HistoryRewrittenError(ValueError):
-    """A context does not continue the one before it token for token, so that training would not see what was sampled."""
+    """A context does not continue the one before it token for token, so that training would not see
+    what was sampled."""
 
     @classmethod
     def at(cls, episode_id: int, turn: int) -> HistoryRewrittenError:
@@ -45,10 +46,11 @@ def rows_from_episodes(
 ) -> TensorDict:
     """Finished episodes as rows ``[B]`` of the row view, on the CPU.
 
-    A row is the whole context up to the last feedback, as far as that fits. Where the context was cut and rebuilt on the way
-    (``GEMEnv(overflow="slide")``), a row holds the segments one after the other, with one column of padding between them: a
-    gap in ``attention_mask``. So nothing is trained on with a context that the policy did not see
-    (:mod:`torchrl_llm.modules.segments`). Extras of environments are at :func:`~torchrl_llm.keys.turn_extra`; all episodes have the same.
+    A row is the whole context up to the last feedback, as far as that fits. Where the context was
+    cut and rebuilt on the way (``GEMEnv(overflow="slide")``), a row holds the segments one after
+    the other, with one column of padding between them: a gap in ``attention_mask``. So nothing is
+    trained on with a context that the policy did not see (:mod:`torchrl_llm.modules.segments`).
+    Extras of environments are at :func:`~torchrl_llm.keys.turn_extra`; all episodes have the same.
 
     Rows take about 29 bytes a token; no larger tensor is made on the way.
 
@@ -93,7 +95,8 @@ def rows_from_episodes(
 
 
 def fitting_shape(longest: int, most: int, max_model_len: int | None, max_turns: int | None) -> tuple[int, int]:
-    """Width and number of turns of rows whose longest has ``longest`` tokens and that have up to ``most`` turns."""
+    """Width and number of turns of rows whose longest has ``longest`` tokens and that have up to
+    ``most`` turns."""
     width, num_turns = max_model_len or longest, max_turns or most
     if longest > width or most > num_turns:
         raise TurnViewError(

@@ -1,4 +1,5 @@
-"""Selection of episodes to learn from, and penalties on length: functions of rows ``[B]`` (:mod:`torchrl_llm.keys`).
+"""Selection of episodes to learn from, and penalties on length: functions of rows ``[B]``
+(:mod:`torchrl_llm.keys`).
 
 Select rows before loss weights are computed, so that the weights count the rows that are left.
 """
@@ -14,11 +15,13 @@ from torchrl_llm import keys
 
 
 def nonzero_variance(rows: TensorDictBase) -> Tensor:
-    """Whether any episode of a row's group has an advantage; without one the group gives no gradient.
+    """Whether any episode of a row's group has an advantage; without one the group gives no
+    gradient.
 
-    The filter of dynamic sampling (DAPO, Yu et al., 2025, arXiv:2503.14476, sec. 3.2), for every estimator: it looks at the
-    advantages of the update (with its discount, comparing turns or episodes, with a KL in the reward), not at the plain
-    returns. An advantage of at most 1e-6 counts as none.
+    The filter of dynamic sampling (DAPO, Yu et al., 2025, arXiv:2503.14476, sec. 3.2), for every
+    estimator: it looks at the advantages of the update (with its discount, comparing turns or
+    episodes, with a KL in the reward), not at the plain returns. An advantage of at most 1e-6
+    counts as none.
 
     Args:
         rows: ``[B]`` with ``"advantage"`` and ``"group_id"``; groups are whole.
@@ -48,8 +51,8 @@ def nonzero_variance(rows: TensorDictBase) -> Tensor:
 def overlong(rows: TensorDictBase, max_response_length: int) -> Tensor:
     """Whether a length limit cut an episode: it was truncated, or one of its responses was.
 
-    A response of ``max_response_length`` tokens counts as cut. DAPO's overlong filtering (arXiv:2503.14476, sec. 3.4)
-    leaves such episodes out of the loss.
+    A response of ``max_response_length`` tokens counts as cut. DAPO's overlong filtering
+    (arXiv:2503.14476, sec. 3.4) leaves such episodes out of the loss.
 
     Args:
         rows: ``[B]`` with ``"turn_ids"`` and ``("turn", mask / terminated / truncated)``.
@@ -72,7 +75,8 @@ def overlong(rows: TensorDictBase, max_response_length: int) -> Tensor:
 
 
 def penalize_overlong(rows: TensorDictBase, coeff: float, *, max_response_length: int, buffer: int) -> TensorDictBase:
-    """Subtract ``coeff`` times the soft overlong penalty of each response from the reward of its turn.
+    """Subtract ``coeff`` times the soft overlong penalty of each response from the reward of its
+    turn.
 
     See :func:`~torchrl_llm.functional.overlong_penalty`. Call it before the advantage estimator.
 

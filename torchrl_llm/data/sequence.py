@@ -1,7 +1,8 @@
 """Conversion of turns to rows: :class:`TurnsToSequence` and :func:`turns_to_rows`.
 
-For TorchRL's own collectors and ``env.rollout``, which collect an episode as ``[T]`` turns that each repeat the whole
-context; training takes it as one row. Turns that do not form whole episodes are refused. Keys: :mod:`torchrl_llm.keys`.
+For TorchRL's own collectors and ``env.rollout``, which collect an episode as ``[T]`` turns that
+each repeat the whole context; training takes it as one row. Turns that do not form whole episodes
+are refused. Keys: :mod:`torchrl_llm.keys`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ _NEEDED += (_NEXT_PROMPT, _NEXT_LENGTH, *(("next", key) for key in (keys.REWARD,
 
 
 class TurnsToSequence(Transform):
-    """Replay-buffer transform: turns ``[B, T]`` become rows ``[B]`` in ``extend``; samples are not changed.
+    """Replay-buffer transform: turns ``[B, T]`` become rows ``[B]`` in ``extend``; samples are not
+    changed.
 
-    See :func:`turns_to_rows`. Rows, which the collectors of this library deliver, are only padded. A
-    storage of fixed shape (``LazyTensorStorage``) needs ``max_model_len``, and ``max_turns`` where batches differ in their
-    number of turns.
+    See :func:`turns_to_rows`. Rows, which the collectors of this library deliver, are only padded.
+    A storage of fixed shape (``LazyTensorStorage``) needs ``max_model_len``, and ``max_turns``
+    where batches differ in their number of turns.
 
     Args:
         max_model_len: width ``L`` of the rows; ``None``: the longest row of each batch.
@@ -73,15 +75,16 @@ def turns_to_rows(
 ) -> TensorDictBase:
     """Collapse whole episodes of turns ``[B, T]`` into rows ``[B']``, one episode a row.
 
-    Of several workers, as TorchRL's ``ParallelEnv`` and ``SerialEnv`` stack them (``[W, N, T]``), ``B = W * N``. Turns count as
-    played where ``("collector", "mask")`` (if present) is True and ``prompt_length > 0``; episodes without any are dropped,
-    hence ``B' <= B``. What is below ``("next", "extra")`` comes along if it has one element a turn (the extras of
+    Of several workers, as TorchRL's ``ParallelEnv`` and ``SerialEnv`` stack them (``[W, N, T]``),
+    ``B = W * N``. Turns count as played where ``("collector", "mask")`` (if present) is True and
+    ``prompt_length > 0``; episodes without any are dropped, hence ``B' <= B``. What is below
+    ``("next", "extra")`` comes along if it has one element a turn (the extras of
     :class:`~torchrl_llm.envs.GEMEnv`); other keys of an environment do not. How rows look:
     :func:`~torchrl_llm.data.rows_from_episodes`.
 
     Args:
-        turns: the turn view of :mod:`torchrl_llm.keys`, time in the last dimension; one whole episode along it, its turns
-            first.
+        turns: the turn view of :mod:`torchrl_llm.keys`, time in the last dimension; one whole
+            episode along it, its turns first.
         max_model_len: width ``L`` of the rows; ``None``: the longest row.
         max_turns: width ``T`` of the per-turn keys; ``None``: as given.
 
@@ -89,9 +92,10 @@ def turns_to_rows(
         The row view, all tensors on the device of ``turns``.
 
     Raises:
-        TurnViewError: keys are missing, no turn was played, a row holds several episodes, part of one, or more than fits; an
-            episode occurs twice, or different tasks share a group.
-        HistoryRewrittenError: ``context_{t+1} = context_t + response_t + feedback_t`` does not hold.
+        TurnViewError: keys are missing, no turn was played, a row holds several episodes, part of
+            one, or more than fits; an episode occurs twice, or different tasks share a group.
+        HistoryRewrittenError: ``context_{t+1} = context_t + response_t + feedback_t`` does not
+            hold.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -167,7 +171,8 @@ def record_turns(episodes: Sequence[Episode], steps: TensorDictBase) -> None:
 
 
 def _extras(steps: TensorDictBase) -> dict[str, Tensor]:
-    """The extras of ``n`` steps, one element each: an environment of another kind may have keys of its own in their place."""
+    """The extras of ``n`` steps, one element each: an environment of another kind may have keys of
+    its own in their place."""
     extras = steps["next"].get("extra", None)
     if not isinstance(extras, TensorDictBase):
         return {}
@@ -179,7 +184,8 @@ def _record_turn(episode: Episode, step: dict[Any, np.ndarray[Any, Any]]) -> Non
     segment, next_segment = int(step[keys.SEGMENT][0]), int(step["next", keys.SEGMENT][0])
     terminated, truncated, success = (bool(step["next", key][0]) for key in _FLAGS)
     context, following = step[keys.PROMPT][:start], step[_NEXT_PROMPT][: int(step[_NEXT_LENGTH][0])]
-    # Copies: the step's tensors are as wide as the widest context, and a view would keep them alive.
+    # Copies: the step's tensors are as wide as the widest context, and a view would keep them
+    # alive.
     tokens, log_probs, versions = (step[key][:size].copy() for key in _SAMPLED)
     cut = (
         segment != next_segment

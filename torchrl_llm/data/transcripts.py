@@ -1,4 +1,5 @@
-"""Episodes from conversations that somebody wrote: :func:`episode_from_messages`, :func:`read_transcripts`."""
+"""Episodes from conversations that somebody wrote: :func:`episode_from_messages`,
+:func:`read_transcripts`."""
 
 from __future__ import annotations
 
@@ -29,20 +30,23 @@ def episode_from_messages(
     success: bool = False,
     index: int = 0,
 ) -> Episode:
-    """A conversation as an episode whose turns are the assistant's messages, rendered as contexts of environments are.
+    """A conversation as an episode whose turns are the assistant's messages, rendered as contexts
+    of environments are.
 
     The log-probs are ``nan``: nobody sampled them.
 
     Args:
-        messages: dictionaries with ``"role"`` and ``"content"``: perhaps a system message, which must be the formatter's, then
-            ``"user"`` (or ``"tool"``) and ``"assistant"`` in turns, the assistant last or a closing message after it.
+        messages: dictionaries with ``"role"`` and ``"content"``: perhaps a system message, which
+            must be the formatter's, then ``"user"`` (or ``"tool"``) and ``"assistant"`` in turns,
+            the assistant last or a closing message after it.
         formatter: renders them.
         reward: of the last turn, the others get 0.
         success: whether the episode ended in success.
         index: its ids.
 
     Raises:
-        TranscriptError: the roles are others, the system message is not the formatter's, or an answer is empty.
+        TranscriptError: the roles are others, the system message is not the formatter's, or an
+            answer is empty.
 
     Examples:
         >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -75,15 +79,18 @@ def episode_from_messages(
 def read_transcripts(path: Path, formatter: ChatFormatter) -> list[Episode]:
     """The episodes of a file of conversations.
 
-    A record is ``{"messages": [...], "reward": 1.0, "success": true}``, the last two optional; or one of the shapes of ShareGPT
-    and TRL (:mod:`torchrl_llm.data.conversations`). Fields that are not read are logged.
+    A record is ``{"messages": [...], "reward": 1.0, "success": true}``, the last two optional; or
+    one of the shapes of ShareGPT and TRL (:mod:`torchrl_llm.data.conversations`). Fields that are
+    not read are logged.
 
     Args:
-        path: JSON lines, an array of JSON, or a parquet file (:mod:`torchrl_llm.envs.record_files`).
+        path: JSON lines, an array of JSON, or a parquet file
+            (:mod:`torchrl_llm.envs.record_files`).
         formatter: see :func:`episode_from_messages`.
 
     Raises:
-        TranscriptError: the file cannot be read, a record is no such object, or there is none; the message names it.
+        TranscriptError: the file cannot be read, a record is no such object, or there is none; the
+            message names it.
         OSError: the file cannot be opened.
     """
     episodes: list[Episode] = []

@@ -1,6 +1,7 @@
 """Text environments as TorchRL environments: chat rendering, tasks and rewards.
 
-Policies, losses and collectors share the keys of :mod:`torchrl_llm.keys` with them, and nothing else.
+Policies, losses and collectors share the keys of :mod:`torchrl_llm.keys` with them, and nothing
+else.
 """
 
 from torchrl_llm.envs.answers import MissingThinkingError

@@ -1,7 +1,9 @@
-"""Answers that nobody sampled, in the form in which the chat template writes them: :class:`AnswerForm`.
+"""Answers that nobody sampled, in the form in which the chat template writes them:
+:class:`AnswerForm`.
 
-Demonstrations, scripted players and worked examples give plain text. It has to continue the generation prompt as a sampled response
-does: what the prompt holds already is not written twice, and the rest is what the template itself writes for such a message.
+Demonstrations, scripted players and worked examples give plain text. It has to continue the
+generation prompt as a sampled response does: what the prompt holds already is not written twice,
+and the rest is what the template itself writes for such a message.
 """
 
 from __future__ import annotations
@@ -18,15 +20,18 @@ _QUESTION = Message("user", "q")
 
 
 class MissingThinkingError(ValueError):
-    """An answer that does not close the thought which the prompt has opened, or thinks where the prompt has closed it."""
+    """An answer that does not close the thought which the prompt has opened, or thinks where the
+    prompt has closed it."""
 
 
 class AnswerForm:
-    """From the text of an answer to what follows the generation prompt, without the token that ends it.
+    """From the text of an answer to what follows the generation prompt, without the token that ends
+    it.
 
-    The answer is rendered as the last message of a conversation. What the template writes behind its prompt counts, if that is the
-    answer but for white space and an empty thought before it. Where it is not (a template that drops thinking from every answer),
-    the text counts as it is given, trimmed where the template trims.
+    The answer is rendered as the last message of a conversation. What the template writes behind
+    its prompt counts, if that is the answer but for white space and an empty thought before it.
+    Where it is not (a template that drops thinking from every answer), the text counts as it is
+    given, trimmed where the template trims.
 
     Args:
         render: the template; ``None``: messages are joined as they are.
@@ -52,17 +57,19 @@ class AnswerForm:
         """What follows the prompt.
 
         Raises:
-            MissingThinkingError: the prompt opens a thought, and the answer does not close it; or the prompt has an empty thought,
-                and the answer has another one, or closes one.
+            MissingThinkingError: the prompt opens a thought, and the answer does not close it; or
+                the prompt has an empty thought, and the answer has another one, or closes one.
         """
         said = self._continued(text)
         return self._as_written(said) or self._trimmed(said)
 
     def beginning(self, text: str) -> str:
-        """What follows the prompt if an answer begins with ``text``, and the policy continues it: it may leave a thought open.
+        """What follows the prompt if an answer begins with ``text``, and the policy continues it:
+        it may leave a thought open.
 
         Raises:
-            MissingThinkingError: it is neither a beginning of the thought that the prompt opens, nor does it close it.
+            MissingThinkingError: it is neither a beginning of the thought that the prompt opens,
+                nor does it close it.
         """
         begun = self._without_opening(text)
         if not text or (self._properties.closes is not None and begun != text):
@@ -79,7 +86,8 @@ class AnswerForm:
     # ---------------------------------------- what the prompt holds
 
     def _continued(self, text: str) -> str:
-        """The text, or what it lacks of the prompt's thought and itself; what the prompt holds is taken off."""
+        """The text, or what it lacks of the prompt's thought and itself; what the prompt holds is
+        taken off."""
         opens, (opening, closing) = self._properties.opens, self._properties.thinks
         said = self._without_opening(text)
         thinks = text.lstrip().startswith(opening)
@@ -108,7 +116,8 @@ class AnswerForm:
         return f"\n{closing}\n\n" if self._properties.opens.endswith("\n") else closing
 
     def _without_opening(self, text: str) -> str:
-        """The text without what the prompt holds of it: the thought that it opens, or an empty one."""
+        """The text without what the prompt holds of it: the thought that it opens, or an empty
+        one."""
         opens, begun = self._properties.opens, text.lstrip()
         for held in (opens, opens.strip()):
             if held and begun.startswith(held):
@@ -126,7 +135,8 @@ class AnswerForm:
         return self._render([_QUESTION]) if self._render is not None else ""
 
     def _as_written(self, said: str) -> str | None:
-        """What the template writes behind its prompt for an answer; ``None``: something else, or nothing."""
+        """What the template writes behind its prompt for an answer; ``None``: something else, or
+        nothing."""
         if self._render is None:
             return None
         tail = self._properties.tail
@@ -141,7 +151,8 @@ class AnswerForm:
         return written if _squashed(written) in expected or self._has_header(written, said) else None
 
     def _has_header(self, written: str, said: str) -> bool:
-        """Whether the template writes the same thought and the same answer, and a header of its own between them."""
+        """Whether the template writes the same thought and the same answer, and a header of its own
+        between them."""
         thought, closed, answer = said.partition(self._properties.thinks[1])
         whole, begin, end = map(_squashed, (written, thought + closed, answer))
         return bool(closed and end) and whole.startswith(begin) and whole.removeprefix(begin).endswith(end)

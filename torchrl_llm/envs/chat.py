@@ -1,8 +1,8 @@
 """Messages to token ids, append-only: :class:`ChatFormatter`.
 
-Chat templates and end-of-turn tokens are handled here and in :mod:`torchrl_llm.stops`. This module does not know environments,
-rewards or tensors: it maps strings to tuples of ids. The ids of a conversation only grow, and sampled ids are never decoded
-and tokenized again.
+Chat templates and end-of-turn tokens are handled here and in :mod:`torchrl_llm.stops`. This module
+does not know environments, rewards or tensors: it maps strings to tuples of ids. The ids of a
+conversation only grow, and sampled ids are never decoded and tokenized again.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""A chat template that is append-only, for tokenizers with the tokens ``<|im_start|>`` and ``<|im_end|>``."""
+"""A chat template that is append-only, for tokenizers with the tokens ``<|im_start|>`` and
+``<|im_end|>``."""
 
 _SOME_TEXT = "a"  # what feedback stands behind, where it matters that it is text
 _IN_NO_TOKEN = "\ue000"  # of the private use area: no vocabulary has it in a longer token
 
 
 class ControlTokenError(ValueError):
-    """A message would put a control token into the context, for the tokenizer cannot spell it as text."""
+    """A message would put a control token into the context, for the tokenizer cannot spell it as
+    text."""
 
 
 def compose_message(observation: str, info: Mapping[str, Any] | None = None) -> str:
-    """Join an observation with the ``"prefix"`` and ``"suffix"`` that GEM passes in ``info``, one to a line.
+    """Join an observation with the ``"prefix"`` and ``"suffix"`` that GEM passes in ``info``, one
+    to a line.
 
     Examples:
         >>> compose_message("Wrong.", {"suffix": "Guess again."})
@@ -72,7 +75,8 @@ def read_date(text: str | None) -> date | None:
 
 
 def _check_unicode(text: str) -> None:
-    """Refuse half a character: JSON can spell it, so tools may return it, and fast tokenizers cannot encode it."""
+    """Refuse half a character: JSON can spell it, so tools may return it, and fast tokenizers
+    cannot encode it."""
     if surrogate := re.search("[\ud800-\udfff]", text):
         raise ValueError(
             f"The message holds {surrogate.group()!r} at position {surrogate.start()}: half of a surrogate pair, which is no "
@@ -85,12 +89,14 @@ def _without_added_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str],
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return partial(tokenizer.encode, add_special_tokens=False, split_special_tokens=True)
-    # `split_special_tokens` skips special tokens only; control tokens such as <tool_call> are merely added ones.
+    # `split_special_tokens` skips special tokens only; control tokens such as <tool_call> are
+    # merely added ones.
     plain = Tokenizer(backend.model)
     if backend.normalizer is not None:
         plain.normalizer = backend.normalizer
     split = backend.pre_tokenizer
-    if isinstance(split, Metaspace) and split.prepend_scheme == "first":  # the text stands behind a control token
+    # the text stands behind a control token
+    if isinstance(split, Metaspace) and split.prepend_scheme == "first":
         split = Metaspace(replacement=split.replacement, prepend_scheme="never", split=split.split)
     if split is not None:
         plain.pre_tokenizer = split
@@ -98,7 +104,8 @@ def _without_added_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str],
 
 
 def _puts_space_before_text(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether text that is encoded by itself gets a space that the same text behind other text has not.
+    """Whether text that is encoded by itself gets a space that the same text behind other text has
+    not.
 
     SentencePiece tokenizers (Llama 2, Mistral 7B) do so.
     """
@@ -112,7 +119,8 @@ def _puts_space_before_text(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _encode_behind(encode: Callable[[str], Sequence[int]], before: str, text: str) -> Sequence[int]:
-    """The ids of ``text`` where it stands behind ``before``; if the two merge, behind other text, with which nothing does."""
+    """The ids of ``text`` where it stands behind ``before``; if the two merge, behind other text,
+    with which nothing does."""
     for other in (before, _IN_NO_TOKEN):
         start, whole = encode(other), encode(other + text)
         if whole[: len(start)] == start:
@@ -123,43 +131,52 @@ def _encode_behind(encode: Callable[[str], Sequence[int]], before: str, text: st
 class ChatFormatter(Checked):
     """Renders a conversation through the tokenizer's own chat template, append-only, to token ids.
 
-    A context is ``start(first message)``, then for each turn the sampled response ids as they are, then
-    ``feedback(response, next message)``. As long as messages hold no look-alikes of control tokens and responses end
-    with the end-of-turn token, this equals the template's own rendering of the whole conversation. Look-alikes in
-    messages stay text; the system prompt is the caller's own and is rendered as part of the template.
+    A context is ``start(first message)``, then for each turn the sampled response ids as they are,
+    then ``feedback(response, next message)``. As long as messages hold no look-alikes of control
+    tokens and responses end with the end-of-turn token, this equals the template's own rendering of
+    the whole conversation. Look-alikes in messages stay text; the system prompt is the caller's own
+    and is rendered as part of the template.
 
-    A template that rewrites history (drops earlier thinking, leaves out old turns) cannot be reproduced: the policy would be
-    trained on tokens that it did not see, or would see tokens that it did not sample. It is refused, unless
-    ``history="append"`` asks to keep everything that was sampled and seen. Then contexts hold what the template would have
-    removed. They are longer, and they differ from those of a server that renders each turn again; serve the trained model as
-    it was trained.
+    A template that rewrites history (drops earlier thinking, leaves out old turns) cannot be
+    reproduced: the policy would be trained on tokens that it did not see, or would see tokens that
+    it did not sample. It is refused, unless ``history="append"`` asks to keep everything that was
+    sampled and seen. Then contexts hold what the template would have removed. They are longer, and
+    they differ from those of a server that renders each turn again; serve the trained model as it
+    was trained.
 
     Args:
         tokenizer: a transformers tokenizer.
-        template: ``"chat"`` (default) renders with the tokenizer's chat template; ``"raw"`` joins messages with newlines,
-            for base models without a template (its context starts with the BOS token if the tokenizer adds one).
-        history: what to do with a template that rewrites history: ``"refuse"`` (default) or ``"append"``.
+        template: ``"chat"`` (default) renders with the tokenizer's chat template; ``"raw"`` joins
+            messages with newlines, for base models without a template (its context starts with the
+            BOS token if the tokenizer adds one).
+        history: what to do with a template that rewrites history: ``"refuse"`` (default) or
+            ``"append"``.
         system_prompt: text of the system message; ``None`` leaves it to the template.
         chat_template_kwargs: passed on to the template, such as ``{"enable_thinking": False}``.
-        missing_thinking: what to do with an answer that nobody sampled (:meth:`answer`) and that has no thought, where the
-            template opens one for the assistant: ``"refuse"`` it (default), or close the thought before it (``"empty"``).
-        template_date: the day, such as ``"2026-11-25"``, that a template which shows today's date shows; default: the day on which
-            the formatter is made.
+        missing_thinking: what to do with an answer that nobody sampled (:meth:`answer`) and that
+            has no thought, where the template opens one for the assistant: ``"refuse"`` it
+            (default), or close the thought before it (``"empty"``).
+        template_date: the day, such as ``"2026-11-25"``, that a template which shows today's date
+            shows; default: the day on which the formatter is made.
 
     Attributes:
-        properties: what the template does, found out by trying it (:mod:`torchrl_llm.envs.template_probe`).
+        properties: what the template does, found out by trying it
+            (:mod:`torchrl_llm.envs.template_probe`).
         template_date: the day that the template shows; ``None``: it shows none.
-        end_of_turn_ids: ids with which the tokenizer ends a response: the template's end-of-turn token first (before a user's
-            message, then before tool output, if it is another one), then the EOS token.
-        stop_ids: the ids at which the policy stops, which are no part of a response's text either. They are set by
-            :func:`torchrl_llm.stops.share_stop_ids`; until then, all special tokens.
+        end_of_turn_ids: ids with which the tokenizer ends a response: the template's end-of-turn
+            token first (before a user's message, then before tool output, if it is another one),
+            then the EOS token.
+        stop_ids: the ids at which the policy stops, which are no part of a response's text either.
+            They are set by :func:`torchrl_llm.stops.share_stop_ids`; until then, all special
+            tokens.
 
     Raises:
         MissingChatTemplateError: ``template="chat"`` and the tokenizer has none.
-        NotAppendOnlyError: the template changes what it rendered before when a message is added, and ``history="refuse"``;
-            or the text that it puts around a message depends on the message or its place.
-        ControlTokenError: a message holds a control token that the tokenizer cannot spell as text (from :meth:`start` and
-            :meth:`feedback`).
+        NotAppendOnlyError: the template changes what it rendered before when a message is added,
+            and ``history="refuse"``; or the text that it puts around a message depends on the
+            message or its place.
+        ControlTokenError: a message holds a control token that the tokenizer cannot spell as text
+            (from :meth:`start` and :meth:`feedback`).
         ValueError: a message is no Unicode text: it holds half of a surrogate pair (likewise).
         ChatTemplateError: the template refuses the conversation, for example its system message.
 
@@ -230,20 +247,23 @@ class ChatFormatter(Checked):
         self._make_caches()
 
     def start(self, message: str) -> tuple[int, ...]:
-        """The ids of the first context: system message if any, ``message``, and the opening of the assistant's turn."""
+        """The ids of the first context: system message if any, ``message``, and the opening of the
+        assistant's turn."""
         return self._encode_start(message)
 
     def feedback(self, response: Sequence[int], message: str, *, role: Role = "user") -> tuple[int, ...]:
         """The ids to append after ``response``, so that the assistant can write its next turn.
 
-        Closes the assistant's turn if ``response`` was cut before the template's end-of-turn token, or ended with another one.
-        Some templates end an answer with the token that opens the next message. Then the response has chosen the role of that
-        message, and ``message`` is rendered in it: all of the context is the template's own text.
+        Closes the assistant's turn if ``response`` was cut before the template's end-of-turn token,
+        or ended with another one. Some templates end an answer with the token that opens the next
+        message. Then the response has chosen the role of that message, and ``message`` is rendered
+        in it: all of the context is the template's own text.
 
         Args:
             response: the sampled ids, as they are.
             message: the environment's next message.
-            role: ``"tool"`` for tool output; rendered as ``"user"`` if the template knows no tool role.
+            role: ``"tool"`` for tool output; rendered as ``"user"`` if the template knows no tool
+                role.
         """
         if role not in get_args(Role):
             raise ValueError(f"role is {role!r}; expected one of {get_args(Role)}.")
@@ -252,32 +272,37 @@ class ChatFormatter(Checked):
         return self._encode_feedback(message, role, last is not None and self._ends[role] == last)
 
     def decode(self, response: Sequence[int]) -> Response:
-        """A response as the environment gets it: its text, without the token that ended it and with the thought that the prompt
-        opened for it; and the answer behind the thinking beside it.
+        """A response as the environment gets it: its text, without the token that ended it and with
+        the thought that the prompt opened for it; and the answer behind the thinking beside it.
         """
         if len(response) and (response[-1] in self.stop_ids or response[-1] in self.end_of_turn_ids):
             response = response[:-1]
-        # Cleaning up would remove spaces before punctuation: the environment would get another text than was sampled.
+        # Cleaning up would remove spaces before punctuation: the environment would get another text
+        # than was sampled.
         text = str(self.tokenizer.decode(response, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         whole = self.properties.opens + text if self._in_thought else text
         return Response(whole, text=text_behind_thinking(whole, self.properties.thinks, opened=self._in_thought))
 
     def answer(self, text: str, *, role: Role = "user") -> tuple[int, ...]:
-        """The ids of an answer that nobody sampled, such as a scripted player's: those of ``text``, and the end of the turn.
+        """The ids of an answer that nobody sampled, such as a scripted player's: those of ``text``,
+        and the end of the turn.
 
-        They continue a prompt as a sampled response does, in the form in which the template writes such a message
-        (:mod:`torchrl_llm.envs.answers`): a thought that the prompt opens is not opened again, and where the template trims
-        answers, ``text`` is trimmed. Markup that the tokenizer has tokens for, such as ``<think>``, becomes these tokens, as a model
-        would write it.
+        They continue a prompt as a sampled response does, in the form in which the template writes
+        such a message (:mod:`torchrl_llm.envs.answers`): a thought that the prompt opens is not
+        opened again, and where the template trims answers, ``text`` is trimmed. Markup that the
+        tokenizer has tokens for, such as ``<think>``, becomes these tokens, as a model would write
+        it.
 
         Args:
             text: the answer.
-            role: of the message that follows; some templates end an answer with the token that opens it.
+            role: of the message that follows; some templates end an answer with the token that
+                opens it.
 
         Raises:
-            ControlTokenError: the text holds a special token, which would end the turn or change the context.
-            MissingThinkingError: the template opens a thought, which the text does not close, and ``missing_thinking`` does not
-                allow it.
+            ControlTokenError: the text holds a special token, which would end the turn or change
+                the context.
+            MissingThinkingError: the template opens a thought, which the text does not close, and
+                ``missing_thinking`` does not allow it.
             ValueError: it is no Unicode text: it holds half of a surrogate pair.
         """
         _check_unicode(text)
@@ -295,7 +320,8 @@ class ChatFormatter(Checked):
             )
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
-        """The ids of text that stands where the assistant begins to write, with markup as tokens."""
+        """The ids of text that stands where the assistant begins to write, with markup as
+        tokens."""
         opening = self.properties.first.after
         return self._with_added_tokens(text, behind=opening[self._last_token(opening) :])
 
@@ -309,7 +335,8 @@ class ChatFormatter(Checked):
     def _render_feedback(self, message: str, role: Role, closed: bool) -> tuple[int, ...]:
         ids = self._encode(self.properties.frames[role], message, behind=_SOME_TEXT)
         end = self._ends[role]
-        # The frame starts by closing the turn; a response that closed it itself needs only the rest.
+        # The frame starts by closing the turn; a response that closed it itself needs only the
+        # rest.
         return ids[ids.index(end) + 1 :] if closed and end is not None else ids
 
     def _encode(self, frame: Frame, message: str, *, behind: str = "") -> tuple[int, ...]:
@@ -320,13 +347,15 @@ class ChatFormatter(Checked):
         own = self._added.findall(before) + self._added.findall(after)
         if len(self._added.findall(text)) == len(own):
             ids = self._with_added_tokens(text, behind=behind)
-            # A tokenizer that normalizes text may find control tokens that are not spelled out in it.
+            # A tokenizer that normalizes text may find control tokens that are not spelled out in
+            # it.
             if self._controls(ids) == self.tokenizer.convert_tokens_to_ids(own):
                 return ids
         return self._encode_around(before, message, after, behind)
 
     def _encode_around(self, before: str, message: str, after: str, behind: str) -> tuple[int, ...]:
-        """Encode a message with a look-alike: what stands between the template's own tokens, without any added token."""
+        """Encode a message with a look-alike: what stands between the template's own tokens,
+        without any added token."""
         opening, closing = [*self._added.finditer(before)], self._added.search(after)
         start, end = opening[-1].end() if opening else 0, closing.start() if closing else len(after)
         text = before[start:] + message + after[:end]
@@ -354,7 +383,8 @@ class ChatFormatter(Checked):
         return tuple(self._behind(encode, behind, text)) if text else ()
 
     def _behind(self, encode: Callable[[str], Sequence[int]], before: str, text: str) -> Sequence[int]:
-        # Only where it matters: everywhere else text and template are encoded apart, as they always were.
+        # Only where it matters: everywhere else text and template are encoded apart, as they always
+        # were.
         return _encode_behind(encode, before, text) if before and self._spaces_text else encode(text)
 
     def _id(self, token: str | None) -> int | None:

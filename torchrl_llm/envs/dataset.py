@@ -1,8 +1,9 @@
 """Questions of a dataset as one-turn episodes: :class:`PromptDatasetEnv`.
 
-It is a :class:`~torchrl_llm.envs.GEMEnv` over the rows of a dataset. This module reads rows, assigns them to tasks, and makes
-prompts of questions. Reward functions are called in :mod:`~torchrl_llm.envs.rewards`; episodes, groups, tokens and saved states
-are handled in :mod:`~torchrl_llm.envs.env`.
+It is a :class:`~torchrl_llm.envs.GEMEnv` over the rows of a dataset. This module reads rows,
+assigns them to tasks, and makes prompts of questions. Reward functions are called in
+:mod:`~torchrl_llm.envs.rewards`; episodes, groups, tokens and saved states are handled in
+:mod:`~torchrl_llm.envs.env`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ SPLITS: dict[Stream, tuple[str, ...]] = {"train": ("train",), "eval": ("validati
 
 PLACEHOLDER = "{question}"
 _MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
-_MEDIA_TYPE = re.compile(r"\b(Image|Video|Audio)\(")  # of the features of a Hugging Face Dataset, in lists too
+# of the features of a Hugging Face Dataset, in lists too
+_MEDIA_TYPE = re.compile(r"\b(Image|Video|Audio)\(")
 QUESTION_ONLY = ({"role": "user", "content": PLACEHOLDER},)
 
 
@@ -52,16 +54,17 @@ def read_rows(
     """The rows of a dataset: a list of dicts, a Hugging Face ``Dataset``, or the path of a file.
 
     Args:
-        dataset: anything with a length that yields mappings, or the path of a file: JSON lines, an array of JSON, parquet or CSV
-            (:mod:`torchrl_llm.envs.record_files`).
-        question, answer: the columns. A question is text, or (TRL's ``prompt``) a list of messages: the user's alone, or behind
-            the system message ``system_prompt``.
+        dataset: anything with a length that yields mappings, or the path of a file: JSON lines, an
+            array of JSON, parquet or CSV (:mod:`torchrl_llm.envs.record_files`).
+        question, answer: the columns. A question is text, or (TRL's ``prompt``) a list of messages:
+            the user's alone, or behind the system message ``system_prompt``.
         wanted: further columns to keep; which there are is read from the first row. Default none.
         system_prompt: the system message of the environment; default none.
 
     Raises:
-        ValueError: the dataset is empty or has no length, or a row lacks a column or has another question; or a column
-            holds images, videos or sounds, which no model would see, and ``wanted`` does not name it.
+        ValueError: the dataset is empty or has no length, or a row lacks a column or has another
+            question; or a column holds images, videos or sounds, which no model would see, and
+            ``wanted`` does not name it.
 
     Examples:
         >>> rows = [{"question": "1 + 1?", "answer": "2", "level": 1, "source": "x"}]
@@ -151,8 +154,10 @@ def train_test_split(dataset: Any, *, test_size: float, seed: int = 0) -> dict[s
     """Divide a dataset into ``{"train": [...], "test": [...]}`` at random.
 
     Args:
-        dataset: a list of dicts, a Hugging Face ``Dataset``, or the path of a file (:func:`read_rows`).
-        test_size: share of the rows that are held out, in (0, 1); at least one row goes to either side.
+        dataset: a list of dicts, a Hugging Face ``Dataset``, or the path of a file
+            (:func:`read_rows`).
+        test_size: share of the rows that are held out, in (0, 1); at least one row goes to either
+            side.
         seed: of the division.
 
     Examples:
@@ -177,7 +182,8 @@ def train_test_split(dataset: Any, *, test_size: float, seed: int = 0) -> dict[s
 
 
 def _rows_of(dataset: Any, stream: Stream, columns: dict[str, Any]) -> tuple[Row, ...]:
-    """The rows of ``stream``; those of other splits are read only to check that none is in two splits."""
+    """The rows of ``stream``; those of other splits are read only to check that none is in two
+    splits."""
     splits = dataset if isinstance(dataset, Mapping) else {"train": dataset}
     name = next((name for name in SPLITS[stream] if name in splits), None)
     if name is None:
@@ -206,8 +212,8 @@ def _rows_of(dataset: Any, stream: Stream, columns: dict[str, Any]) -> tuple[Row
 class RowTaskSampler(TaskSampler):
     """Tasks whose seed is the row of a dataset: each epoch has each row in one group.
 
-    The order is a function of (seed, epoch) and of nothing else. Evaluation streams keep the order of the dataset, so
-    that n episodes are its first n rows.
+    The order is a function of (seed, epoch) and of nothing else. Evaluation streams keep the order
+    of the dataset, so that n episodes are its first n rows.
 
     Args:
         num_rows: rows of the dataset.
@@ -239,13 +245,15 @@ def _permutation(seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
 
 
 class PromptFormatter(ChatFormatter):
-    """Renders a question through a conversation template, and that through the tokenizer's chat template.
+    """Renders a question through a conversation template, and that through the tokenizer's chat
+    template.
 
     Args:
         tokenizer: a transformers tokenizer.
-        conversation_template: messages ``{"role": ..., "content": ...}``: a system message or none, then user and assistant
-            in turn (worked examples), with ``{question}`` in a user message. A last message of the assistant is the beginning
-            of the response; it is part of the prompt, and the reward function does not get it. Answers are written as
+        conversation_template: messages ``{"role": ..., "content": ...}``: a system message or none,
+            then user and assistant in turn (worked examples), with ``{question}`` in a user
+            message. A last message of the assistant is the beginning of the response; it is part of
+            the prompt, and the reward function does not get it. Answers are written as
             :meth:`~torchrl_llm.envs.ChatFormatter.answer` writes them.
         system_prompt: the system message, if the conversation template has none.
         kwargs: see :class:`~torchrl_llm.envs.chat.ChatFormatter`.
@@ -325,48 +333,57 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 class PromptDatasetEnv(GEMEnv):
-    """N questions of a dataset as one TorchRL environment: a :class:`~torchrl_llm.envs.GEMEnv` of one-turn episodes.
+    """N questions of a dataset as one TorchRL environment: a :class:`~torchrl_llm.envs.GEMEnv` of
+    one-turn episodes.
 
-    A task is a row: a group of G episodes is one row G times, the order of an epoch depends on (seed, epoch), and the counter
-    of tasks, which ``state_dict`` has, is the place in the epoch. An episode terminates
-    after its response, and is a success if its reward is at least ``success_reward``.
+    A task is a row: a group of G episodes is one row G times, the order of an epoch depends on
+    (seed, epoch), and the counter of tasks, which ``state_dict`` has, is the place in the epoch. An
+    episode terminates after its response, and is a success if its reward is at least
+    ``success_reward``.
 
-    The stream ``"train"`` reads the split ``"train"``, ``"test"`` reads ``"test"``, and ``"eval"`` reads ``"validation"``,
-    or ``"test"`` if there is none. An environment keeps the answers of its own split only.
+    The stream ``"train"`` reads the split ``"train"``, ``"test"`` reads ``"test"``, and ``"eval"``
+    reads ``"validation"``, or ``"test"`` if there is none. An environment keeps the answers of its
+    own split only.
 
     Args:
-        dataset: a mapping from split to rows (such as a ``datasets.DatasetDict``), or rows alone: the split ``"train"``. Rows
-            are a list of dicts, a Hugging Face ``Dataset``, or the path of a file (:func:`read_rows`).
+        dataset: a mapping from split to rows (such as a ``datasets.DatasetDict``), or rows alone:
+            the split ``"train"``. Rows are a list of dicts, a Hugging Face ``Dataset``, or the path
+            of a file (:func:`read_rows`).
         reward_fn: ``reward_fn(completion, answer, question) -> float``. ``completion`` is the
-            :class:`~torchrl_llm.envs.Response`: a string without its end-of-turn token, with the answer behind the thinking as its
-            ``text``; ``answer`` is what the dataset has. Further parameters are columns, passed by name: those that it
-            names (one with a default may be missing), and all others if it has ``**kwargs`` and no ``*args``. If it is an
-            ``async def``, the calls of a step run concurrently in one event loop, which lives as long as the environment. A
-            plain function sees the global generators seeded by the row, and is called from one thread at a time unless it
-            has the attribute ``thread_safe = True``; one that is
-            batched or async must not draw from them.
+            :class:`~torchrl_llm.envs.Response`: a string without its end-of-turn token, with the
+            answer behind the thinking as its ``text``; ``answer`` is what the dataset has. Further
+            parameters are columns, passed by name: those that it names (one with a default may be
+            missing), and all others if it has ``**kwargs`` and no ``*args``. If it is an
+            ``async def``, the calls of a step run concurrently in one event loop, which lives as
+            long as the environment. A plain function sees the global generators seeded by the row,
+            and is called from one thread at a time unless it has the attribute
+            ``thread_safe = True``; one that is batched or async must not draw from them.
         tokenizer: the tokenizer of the policy's model.
         question, answer: the columns; default ``"question"`` and ``"answer"``.
         conversation_template: see :class:`PromptFormatter`; default one user message, the question.
-        batched: ``reward_fn`` takes lists and returns as many rewards (a list, array or tensor): those of a step in one
-            call. A collector that runs slots one by one calls it with one at a time. Default False.
+        batched: ``reward_fn`` takes lists and returns as many rewards (a list, array or tensor):
+            those of a step in one call. A collector that runs slots one by one calls it with one at
+            a time. Default False.
         reward_timeout: seconds that a call of an ``async def`` may take; default 60.
-        shuffle: a new order in every epoch of training; default True. Evaluation keeps the order of the dataset.
+        shuffle: a new order in every epoch of training; default True. Evaluation keeps the order of
+            the dataset.
         num_envs: slots N; default 1. A multiple of ``group_size``.
         stream: ``"train"`` (default), ``"eval"`` or ``"test"``.
         system_prompt, template, history, chat_template_kwargs, missing_thinking, template_date: see
             :class:`~torchrl_llm.envs.chat.ChatFormatter`.
-        options: see :class:`~torchrl_llm.envs.GEMEnv`. What means nothing to questions of one turn is refused: ``max_turns``
-            other than 1, ``overflow="slide"``, ``success_by``, ``weights``.
+        options: see :class:`~torchrl_llm.envs.GEMEnv`. What means nothing to questions of one turn
+            is refused: ``max_turns`` other than 1, ``overflow="slide"``, ``success_by``,
+            ``weights``.
 
     Raises:
         TypeError: ``reward_fn`` cannot be called with three positional arguments.
-        ValueError: an option means nothing to questions of one turn; the dataset lacks the split or a column, such as one that
-            ``reward_fn`` names, or a question of an evaluation split is in ``"train"`` too.
-        EnvironmentFault: the reward function raised, took too long or returned no finite number, in more than
-            ``max_faults`` episodes in a row; the cause is a :class:`RewardError` that names the row. Until then such an
-            episode is cut (:class:`~torchrl_llm.envs.GEMEnv`). A batched call that fails counts once, however many rows it
-            had.
+        ValueError: an option means nothing to questions of one turn; the dataset lacks the split or
+            a column, such as one that ``reward_fn`` names, or a question of an evaluation split is
+            in ``"train"`` too.
+        EnvironmentFault: the reward function raised, took too long or returned no finite number, in
+            more than ``max_faults`` episodes in a row; the cause is a :class:`RewardError` that
+            names the row. Until then such an episode is cut (:class:`~torchrl_llm.envs.GEMEnv`). A
+            batched call that fails counts once, however many rows it had.
 
     Examples:
         >>> from torchrl_llm.testing.policies import ScriptedPolicy

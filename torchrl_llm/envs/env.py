@@ -1,7 +1,7 @@
 """Text environments as TorchRL environments: :class:`GEMEnv`, N of them as one ``EnvBase``.
 
-The TorchRL side: options, specs, ``reset`` and ``step`` of TensorDicts, saved states. Single slots are run in
-:mod:`~torchrl_llm.envs.slots`, random generators and threads of environments are in
+The TorchRL side: options, specs, ``reset`` and ``step`` of TensorDicts, saved states. Single slots
+are run in :mod:`~torchrl_llm.envs.slots`, random generators and threads of environments are in
 :mod:`~torchrl_llm.envs.isolation`, chat templates are in :mod:`~torchrl_llm.envs.chat`.
 """
 
@@ -46,36 +46,43 @@ _CLOSE_TIMEOUT = 1.0  # seconds that threads may take to end
 class GEMEnv(Checked, SlotEpisodes, EnvBase):
     """N text environments as one TorchRL environment of batch size ``[N]``; a turn is a step.
 
-    Observations (:mod:`torchrl_llm.keys`): the whole context so far ``("tokens", "prompt")`` ``[N, max_model_len]``
-    int64, right-padded with 0, and its length, ``"turn"``, ``"episode_id"``, ``"group_id"``, ``"env_id"``, ``"task_id"``,
-    ``"success"`` and ``"stop_reason"``, all ``[N, 1]``; after a step also its :attr:`extras`. Action:
-    ``("tokens", "response")`` ``[N, max_output_tokens]`` int64 and ``("tokens", "response_mask")`` bool. The last observation of an episode holds its last response and, as far as
-    it fits, the environment's last message.
+    Observations (:mod:`torchrl_llm.keys`): the whole context so far ``("tokens", "prompt")``
+    ``[N, max_model_len]`` int64, right-padded with 0, and its length, ``"turn"``, ``"episode_id"``,
+    ``"group_id"``, ``"env_id"``, ``"task_id"``, ``"success"`` and ``"stop_reason"``, all
+    ``[N, 1]``; after a step also its :attr:`extras`. Action: ``("tokens", "response")``
+    ``[N, max_output_tokens]`` int64 and ``("tokens", "response_mask")`` bool. The last observation
+    of an episode holds its last response and, as far as it fits, the environment's last message.
 
-    Tasks come from a :class:`~torchrl_llm.envs.TaskSampler`: the same seed gives the same episodes, whatever else
-    draws random numbers and however many slots there are. Environments see the global generators of ``random`` and
-    ``numpy.random`` seeded by their task, and leave them untouched for everything else. A partial-step mask ``"_step"``
-    ``[N]`` is honored: slots outside it keep their state. :attr:`slots` and the methods :meth:`next_task`, :meth:`open`,
-    :meth:`start`, :meth:`answer` and :meth:`advance` run single slots, for collectors without a barrier between turns.
+    Tasks come from a :class:`~torchrl_llm.envs.TaskSampler`: the same seed gives the same episodes,
+    whatever else draws random numbers and however many slots there are. Environments see the global
+    generators of ``random`` and ``numpy.random`` seeded by their task, and leave them untouched for
+    everything else. A partial-step mask ``"_step"`` ``[N]`` is honored: slots outside it keep their
+    state. :attr:`slots` and the methods :meth:`next_task`, :meth:`open`, :meth:`start`,
+    :meth:`answer` and :meth:`advance` run single slots, for collectors without a barrier between
+    turns.
 
-    An episode ends as ``terminated`` when its environment says so (also at its own turn limit), and as ``truncated`` by
-    our budgets: ``max_turns``, or when the next response would not fit into ``max_model_len``. With ``overflow="slide"`` the
-    oldest turns leave the context instead, all but the first prompt and as much as fills half of the room behind it; the
-    ids of what stays do not change. What follows is a new segment of the episode, counted in the observation ``"segment"``
-    ``[N, 1]``, and trained on as the policy saw it (:mod:`torchrl_llm.modules.segments`). The episode is truncated only where the
-    last turn alone does not fit.
+    An episode ends as ``terminated`` when its environment says so (also at its own turn limit), and
+    as ``truncated`` by our budgets: ``max_turns``, or when the next response would not fit into
+    ``max_model_len``. With ``overflow="slide"`` the oldest turns leave the context instead, all but
+    the first prompt and as much as fills half of the room behind it; the ids of what stays do not
+    change. What follows is a new segment of the episode, counted in the observation ``"segment"``
+    ``[N, 1]``, and trained on as the policy saw it (:mod:`torchrl_llm.modules.segments`). The
+    episode is truncated only where the last turn alone does not fit.
 
-    An environment that raises (also ``SystemExit``) or returns something malformed ends its own episode: truncated, reward
-    0, no feedback, ``StopReason.ERROR`` (``TIMEOUT`` if it raised ``TimeoutError``). It is logged, counted in
-    :attr:`faults`, and replaced by a new one. One that fails at its reset, or whose first prompt leaves no room for a
-    response (counted as "context"), has no episode: its slot gets the next task. A child process that an environment forks
-    ends when it returns from the call. With ``step_timeout`` environments are called in threads, and one that takes longer is
-    left behind: its episode ends with ``StopReason.TIMEOUT``. Without, an environment that hangs holds up the others.
+    An environment that raises (also ``SystemExit``) or returns something malformed ends its own
+    episode: truncated, reward 0, no feedback, ``StopReason.ERROR`` (``TIMEOUT`` if it raised
+    ``TimeoutError``). It is logged, counted in :attr:`faults`, and replaced by a new one. One that
+    fails at its reset, or whose first prompt leaves no room for a response (counted as "context"),
+    has no episode: its slot gets the next task. A child process that an environment forks ends when
+    it returns from the call. With ``step_timeout`` environments are called in threads, and one that
+    takes longer is left behind: its episode ends with ``StopReason.TIMEOUT``. Without, an
+    environment that hangs holds up the others.
 
     Args:
-        env: an id (of GEM, or of a family of :func:`~torchrl_llm.envs.register_env_family`), a factory of any object with
-            ``reset`` and ``step`` (:class:`~torchrl_llm.envs.TextEnv`), an :class:`~torchrl_llm.envs.EnvSpec`, or a list of
-            these: a mixture, sampled in turn, or by ``weights``.
+        env: an id (of GEM, or of a family of :func:`~torchrl_llm.envs.register_env_family`), a
+            factory of any object with ``reset`` and ``step`` (:class:`~torchrl_llm.envs.TextEnv`),
+            an :class:`~torchrl_llm.envs.EnvSpec`, or a list of these: a mixture, sampled in turn,
+            or by ``weights``.
         tokenizer: the tokenizer of the policy's model.
         num_envs: slots N; default 1. A multiple of ``group_size``.
         max_model_len: width of the context in tokens; default 1024.
@@ -83,43 +90,51 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         max_turns: our turn budget; default none.
         overflow: ``"truncate"`` (default) or ``"slide"``: what happens when the context is full.
         group_size: episodes that share a task; default 1.
-        weights: how often each environment of a mixture is sampled, see :class:`~torchrl_llm.envs.TaskSampler`; default none, in
-            turn.
-        max_faults: failed episodes tolerated in a row, with none between them that ended well; one more raises the first
-            of them. In an evaluation also how many may fail at all. Default 16, so that one bad task does not end a long
-            run, and a broken environment does. 0 raises at once.
-        num_threads: threads that call environments, so that slow ones run in parallel (those that declare
-            ``thread_safe = True``, see :class:`~torchrl_llm.envs.TextEnv`; others one at a time). Default: none (0), which is
-            the fastest for environments that answer in microseconds; with ``step_timeout`` one a slot, 32 at most.
-        step_timeout: seconds that one reset or step may take; waiting for other environments does not count. Default
-            none. It needs threads. :class:`~torchrl_llm.collectors.AsyncTurnCollector` has threads and a limit of its own.
+        weights: how often each environment of a mixture is sampled, see
+            :class:`~torchrl_llm.envs.TaskSampler`; default none, in turn.
+        max_faults: failed episodes tolerated in a row, with none between them that ended well; one
+            more raises the first of them. In an evaluation also how many may fail at all. Default
+            16, so that one bad task does not end a long run, and a broken environment does. 0
+            raises at once.
+        num_threads: threads that call environments, so that slow ones run in parallel (those that
+            declare ``thread_safe = True``, see :class:`~torchrl_llm.envs.TextEnv`; others one at a
+            time). Default: none (0), which is the fastest for environments that answer in
+            microseconds; with ``step_timeout`` one a slot, 32 at most.
+        step_timeout: seconds that one reset or step may take; waiting for other environments does
+            not count. Default none. It needs threads.
+            :class:`~torchrl_llm.collectors.AsyncTurnCollector` has threads and a limit of its own.
         system_prompt, template, history, chat_template_kwargs, missing_thinking, template_date: see
             :class:`~torchrl_llm.envs.ChatFormatter`.
-        success_reward: an episode is a success if it terminates with at least this; default 1.0. Where the environment says
-            ``info["success"]`` as it terminates, that decides. If 64 episodes of an environment were lost and one of them
-            earned half as much, a warning asks whether that was meant.
-        success_by: whether that is the ``"last"`` reward, or the ``"return"``, the sum of the rewards (up to 1e-6). Default:
-            as the id says, ``"return"`` for GEM's that pay progress turn by turn (:data:`~torchrl_llm.envs.GEM_CLASSES`);
-            ``"last"`` for a factory.
-        on_done: what a partial reset does to a finished slot: ``"refill"`` (default) starts the next task; ``"idle"``
-            leaves it empty (``prompt_length`` 0, reward 0, no environment call) until a reset of the whole environment.
+        success_reward: an episode is a success if it terminates with at least this; default 1.0.
+            Where the environment says ``info["success"]`` as it terminates, that decides. If 64
+            episodes of an environment were lost and one of them earned half as much, a warning asks
+            whether that was meant.
+        success_by: whether that is the ``"last"`` reward, or the ``"return"``, the sum of the
+            rewards (up to 1e-6). Default: as the id says, ``"return"`` for GEM's that pay progress
+            turn by turn (:data:`~torchrl_llm.envs.GEM_CLASSES`); ``"last"`` for a factory.
+        on_done: what a partial reset does to a finished slot: ``"refill"`` (default) starts the
+            next task; ``"idle"`` leaves it empty (``prompt_length`` 0, reward 0, no environment
+            call) until a reset of the whole environment.
         stream, seed, worker, num_workers: see :class:`~torchrl_llm.envs.TaskSampler`.
-        divide: divide the rows of GEM's data-backed environments among the streams (:func:`~torchrl_llm.envs.divide_rows`):
-            eight tenths are for training, one for each other stream. Default ``None``: as the id says (GEM's are divided, but
-            for ids of ``eval:``, which are held out as they are); not those that a factory was given.
+        divide: divide the rows of GEM's data-backed environments among the streams
+            (:func:`~torchrl_llm.envs.divide_rows`): eight tenths are for training, one for each
+            other stream. Default ``None``: as the id says (GEM's are divided, but for ids of
+            ``eval:``, which are held out as they are); not those that a factory was given.
         device: device of the tensors; default CPU.
 
     Raises:
         UnknownEnvironmentError: no environment has this id.
         EnvironmentFault: more than ``max_faults`` episodes in a row failed; a
             :class:`~torchrl_llm.envs.PromptTooLongError` if the first one's prompt was too long.
-        EnvironmentUnavailableError: at a reset, an environment lacks a package or data; the message says which.
+        EnvironmentUnavailableError: at a reset, an environment lacks a package or data; the message
+            says which.
 
     Attributes:
         mixture: the :class:`~torchrl_llm.envs.EnvSpec` of each environment.
         last_fault: the last of them; ``None``: none failed.
         new_faults: those of the last reset or step.
-        extras: name -> ``float`` or ``str`` of the extras that its environments declare (:mod:`~torchrl_llm.envs.extras`).
+        extras: name -> ``float`` or ``str`` of the extras that its environments declare
+            (:mod:`~torchrl_llm.envs.extras`).
 
     Examples:
         >>> from torchrl_llm.testing.policies import ScriptedPolicy
@@ -250,7 +265,8 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
 
     @property
     def single_turn(self) -> tuple[bool | None, ...]:
-        """Of each environment of the mixture, whether its episodes end with their first response; ``None``: not known."""
+        """Of each environment of the mixture, whether its episodes end with their first response;
+        ``None``: not known."""
         return tuple(True if self.max_turns == 1 else spec.single_turn for spec in self.mixture)
 
     @property
@@ -274,18 +290,20 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     ) -> None:
         """Change what is sampled, from the next group on; episodes that run keep their tasks.
 
-        Use the method of the same name of a collector that collects in the background. What is set is part of the saved
-        state, with the group at which it begins: the first that was not sampled when this was called.
+        Use the method of the same name of a collector that collects in the background. What is set
+        is part of the saved state, with the group at which it begins: the first that was not
+        sampled when this was called.
 
         Args:
-            weights: how often each environment of the mixture is sampled, relative to each other; >= 0, not all 0. Default: as
-                they were.
-            options: of each environment, keyword arguments that it is made with from now on: numbers, texts, lists and
-                mappings, as JSON has them. Default: as they were. An environment is made, and closed, for each entry that changed.
+            weights: how often each environment of the mixture is sampled, relative to each other;
+                >= 0, not all 0. Default: as they were.
+            options: of each environment, keyword arguments that it is made with from now on:
+                numbers, texts, lists and mappings, as JSON has them. Default: as they were. An
+                environment is made, and closed, for each entry that changed.
 
         Raises:
-            ConfigError: there is not one of them for each environment, weights are negative or all 0, or an environment
-                cannot be made with its options.
+            ConfigError: there is not one of them for each environment, weights are negative or all
+                0, or an environment cannot be made with its options.
 
         Examples:
             >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -307,7 +325,8 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
 
     @staticmethod
     def _plain(env_id: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Options as a checkpoint returns them, so that an environment is made alike before and after it."""
+        """Options as a checkpoint returns them, so that an environment is made alike before and
+        after it."""
         try:
             return dict(json.loads(json.dumps(dict(options))))
         except (TypeError, ValueError) as error:
@@ -331,8 +350,8 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     def _set_seed(self, seed: int | None) -> None:
         """Seed the tasks and sample them from the first again; running episodes continue.
 
-        With another seed than the one that the environment was made with, ids depend on the seed too: TorchRL gives each
-        worker of a ``SerialEnv`` or ``ParallelEnv`` its own.
+        With another seed than the one that the environment was made with, ids depend on the seed
+        too: TorchRL gives each worker of a ``SerialEnv`` or ``ParallelEnv`` its own.
         """
         if seed is not None:
             # The stage of a curriculum that is in force holds from the first task on.
@@ -372,7 +391,8 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         rewards = torch.zeros(len(slots), 1)
         for i, reply in self._call(calls).items():
             if isinstance(reply, EnvironmentFault):
-                # The response stays in the context: the policy sampled it, whatever became of the environment.
+                # The response stays in the context: the policy sampled it, whatever became of the
+                # environment.
                 reply = Reply(responses[i], stop_reason=self._contain(i, reply))
             elif reply.stop_reason != StopReason.RUNNING:
                 self._fault_counter.recent.clear()
@@ -389,7 +409,8 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     # ---------------------------------------- state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> OrderedDict:
-        """What :meth:`load_state_dict` needs: the counters, and each slot as its task and its responses so far."""
+        """What :meth:`load_state_dict` needs: the counters, and each slot as its task and its
+        responses so far."""
         slots = [
             {"index": slot.index, "stop_reason": int(slot.stop_reason), "responses": [*map(list, slot.responses)]}
             for slot in self._slots
@@ -398,13 +419,15 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         return OrderedDict(task_sampler=asdict(self.task_sampler), slots=slots, **counts)
 
     def load_state_dict(self, state_dict: OrderedDict, *args: Any, **kwargs: Any) -> None:
-        """Continue where :meth:`state_dict` was taken: running episodes are replayed; :meth:`observe` returns them.
+        """Continue where :meth:`state_dict` was taken: running episodes are replayed;
+        :meth:`observe` returns them.
 
-        Finished slots come back finished, without their contexts. An empty state (TorchRL's own collectors save none)
-        changes nothing and is logged.
+        Finished slots come back finished, without their contexts. An empty state (TorchRL's own
+        collectors save none) changes nothing and is logged.
 
         Raises:
-            ValueError: the state is of an environment with other groups, mixture, stream, workers or number of slots.
+            ValueError: the state is of an environment with other groups, mixture, stream, workers
+                or number of slots.
         """
         if not state_dict:
             logger.warning(
@@ -417,7 +440,8 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             for i, slot in enumerate(slots)
             if slot["index"] is not None and slot["stop_reason"] == StopReason.RUNNING
         }
-        # The seed may differ: set_seed may have been called since the environment was made, here or there.
+        # The seed may differ: set_seed may have been called since the environment was made, here or
+        # there.
         same_seed = replace(saved, seed=self.task_sampler.seed, ids_by_seed=self.task_sampler.ids_by_seed)
         if same_seed != self.task_sampler or (running and len(slots) != len(self._slots)):
             raise ValueError(
@@ -433,7 +457,8 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             slot.stop_reason = StopReason(old["stop_reason"])
         self._begin({i: old["index"] for i, old in running.items()})
         for i, old in running.items():
-            # Replayed and not unpickled: environments need not be picklable, and task and responses determine them.
+            # Replayed and not unpickled: environments need not be picklable, and task and responses
+            # determine them.
             for response in map(list, old["responses"]):
                 self.advance(i, response, self.answer(i, response))
 

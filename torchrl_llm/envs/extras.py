@@ -1,8 +1,9 @@
 """Extras of text environments: named numbers and texts that come with a turn beside its reward.
 
-An environment declares them, ``extras = {"regret": float, "state": str}``, and returns them in the ``info`` of each step. They
-describe the turn that the step ends: a state is the one in which the response was given. Numbers become float32 tensors,
-texts a hash by which turns can be grouped; :mod:`torchrl_llm.keys` has the keys.
+An environment declares them, ``extras = {"regret": float, "state": str}``, and returns them in the
+``info`` of each step. They describe the turn that the step ends: a state is the one in which the
+response was given. Numbers become float32 tensors, texts a hash by which turns can be grouped;
+:mod:`torchrl_llm.keys` has the keys.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class Extras(NamedTuple):
         self.values[name] = number
 
     def of(self, kinds: ExtraKinds) -> Extras:
-        """The extras of a turn in a mixture that declares ``kinds``: what its environment does not give is blank.
+        """The extras of a turn in a mixture that declares ``kinds``: what its environment does not
+        give is blank.
 
         Examples:
             >>> Extras({}, {}).of({"regret": float, "state": str})
@@ -104,7 +106,8 @@ def _number(value: Any) -> float | None:
 
 
 def text_key(text: str) -> int:
-    """The hash of a text: its 8-byte BLAKE2b as an int64, the same in every process and for every seed, and never 0.
+    """The hash of a text: its 8-byte BLAKE2b as an int64, the same in every process and for every
+    seed, and never 0.
 
     Two of a million different texts collide with a probability of 3e-8.
 

@@ -43,7 +43,8 @@ class FaultCounter:
             raise first
 
     def warn(self, fault: EnvironmentFault, outcome: str) -> None:
-        """Log a fault: of those that are alike the first, the tenth, the hundredth and so on, because a bug fails every episode.
+        """Log a fault: of those that are alike the first, the tenth, the hundredth and so on,
+        because a bug fails every episode.
 
         Args:
             fault: what failed. Its traceback is left out: where it ends the run, it is shown then.

@@ -1,7 +1,9 @@
-"""Games of several players: :class:`Game`, the protocol, and :class:`SelfPlayEnv`, whose slots are the seats.
+"""Games of several players: :class:`Game`, the protocol, and :class:`SelfPlayEnv`, whose slots are
+the seats.
 
-Every seat has a conversation of its own and reads only what its player sees. The seats of a game are one group: neighboring slots,
-and the episodes of one task. Who plays them is decided in :mod:`torchrl_llm.collectors.self_play`.
+Every seat has a conversation of its own and reads only what its player sees. The seats of a game
+are one group: neighboring slots, and the episodes of one task. Who plays them is decided in
+:mod:`torchrl_llm.collectors.self_play`.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ __all__ = ["Game", "Seat", "SelfPlayEnv"]
 
 @runtime_checkable
 class Game(Protocol):
-    """A game of several players who move one at a time. Derive from it, or have its attributes and methods.
+    """A game of several players who move one at a time. Derive from it, or have its attributes and
+    methods.
 
-    A game is a pure function of its seed and its moves. It may draw from the global generators of ``random`` and ``numpy.random``,
-    which are its own during a call, or declare ``thread_safe = True`` (:class:`~torchrl_llm.envs.TextEnv`).
+    A game is a pure function of its seed and its moves. It may draw from the global generators of
+    ``random`` and ``numpy.random``, which are its own during a call, or declare
+    ``thread_safe = True`` (:class:`~torchrl_llm.envs.TextEnv`).
 
     Attributes:
         num_players: of the game, >= 2; they are counted from 0.
@@ -48,7 +52,8 @@ class Game(Protocol):
         """Make the move of the player whose turn it is, by the text of a whole response."""
 
     def observe(self, seat: int) -> str:
-        """What a player learns by the last move, or by the start; called once for each player after each of them. "" is nothing."""
+        """What a player learns by the last move, or by the start; called once for each player after
+        each of them. "" is nothing."""
 
     def reset(self, seed: int | None = None) -> NoReturn:
         """Refuse to be played as an environment of one player."""
@@ -58,7 +63,8 @@ class Game(Protocol):
 
 
 class _Calls:
-    """A game in the form in which :class:`~torchrl_llm.envs.IsolatedEnv` calls it; collects what the players learn."""
+    """A game in the form in which :class:`~torchrl_llm.envs.IsolatedEnv` calls it; collects what
+    the players learn."""
 
     def __init__(self, make: Callable[..., Game]) -> None:
         self.game = make()
@@ -125,7 +131,8 @@ class Table:
         return text
 
     def outcome(self, seat: int) -> float:
-        """1 for the only player with the highest reward, 0 for several with it, -1 for the others; NaN before the end."""
+        """1 for the only player with the highest reward, 0 for several with it, -1 for the others;
+        NaN before the end."""
         if not self.over:
             return float("nan")
         own, others = self.game.rewards[seat], [r for i, r in enumerate(self.game.rewards) if i != seat]
@@ -133,10 +140,11 @@ class Table:
 
 
 class Seat:
-    """A seat at a table as a text environment. Its steps only read: the moves are made at the :class:`Table`.
+    """A seat at a table as a text environment. Its steps only read: the moves are made at the
+    :class:`Table`.
 
-    Extras of each turn: ``role``, "player 0" and so on, and ``outcome``: 1, 0 or -1 at the end of a game that was won, drawn or lost,
-    else NaN.
+    Extras of each turn: ``role``, "player 0" and so on, and ``outcome``: 1, 0 or -1 at the end of a
+    game that was won, drawn or lost, else NaN.
 
     Args:
         make: makes the game.
@@ -168,16 +176,19 @@ class Seat:
         return table.read(self.place), reward, over, table.stopped and not over, info
 
     def hidden_state(self) -> tuple[int, int]:
-        """The game's seed and the place: what others will do is hidden, so that no two games are one task."""
+        """The game's seed and the place: what others will do is hidden, so that no two games are
+        one task."""
         return self.table.seed, self.place
 
 
 class SelfPlayEnv(GEMEnv):
-    """Games of several players; a slot is a seat. For :class:`~torchrl_llm.collectors.SelfPlayCollector`.
+    """Games of several players; a slot is a seat. For
+    :class:`~torchrl_llm.collectors.SelfPlayCollector`.
 
-    The seats of a game are neighboring slots and a group of episodes, one for each player, in the order of the players. Each has its
-    own context. What one of them may not do ends the game for all: where a context is full, or ``max_turns`` is reached, the episodes
-    of the other seats end truncated too (``StopReason.ENV_TRUNCATED``), and nobody has won.
+    The seats of a game are neighboring slots and a group of episodes, one for each player, in the
+    order of the players. Each has its own context. What one of them may not do ends the game for
+    all: where a context is full, or ``max_turns`` is reached, the episodes of the other seats end
+    truncated too (``StopReason.ENV_TRUNCATED``), and nobody has won.
 
     Args:
         env: an id, a class that is a :class:`Game` or another function that makes one, an
@@ -187,7 +198,8 @@ class SelfPlayEnv(GEMEnv):
         options: see :class:`~torchrl_llm.envs.GEMEnv`.
 
     Raises:
-        ConfigError: an environment is no game, or the players of the games differ from each other or from ``group_size``.
+        ConfigError: an environment is no game, or the players of the games differ from each other
+            or from ``group_size``.
 
     Examples:
         >>> from torchrl_llm.testing.games import TakeAway
@@ -229,7 +241,8 @@ class SelfPlayEnv(GEMEnv):
         return range(first, first + self.group_size)
 
     def deal(self, first: int, index: int) -> None:
-        """Start a game of the group whose first task is ``index``; its seats are opened when they have something to do.
+        """Start a game of the group whose first task is ``index``; its seats are opened when they
+        have something to do.
 
         Raises:
             EnvironmentFault: the game raised.
@@ -268,7 +281,8 @@ class SelfPlayEnv(GEMEnv):
             raise self.fault(state.task_spec, state.turn, error) from error
 
     def due(self, slot: int) -> list[int]:
-        """The slots of a game that go on: that of the player whose turn it is, or all where the game has ended."""
+        """The slots of a game that go on: that of the player whose turn it is, or all where the
+        game has ended."""
         seats, table = self.seats(slot), self._tables[self.seats(slot)[0]]
         turn = table.game.seat
         return [*seats] if turn is None or table.stopped else [seats[turn]]
@@ -283,7 +297,8 @@ class SelfPlayEnv(GEMEnv):
         self._tables[self.seats(slot)[0]].stopped = True
 
     def forgo(self, slot: int) -> Reply:
-        """The end of an episode whose seat never got to move: a turn without a response, with the reward of the game."""
+        """The end of an episode whose seat never got to move: a turn without a response, with the
+        reward of the game."""
         state = self._slots[slot]
         step = state.envs[state.task_spec.env_id].step("")
         reason = self._stop_reason(state, step, state.length)

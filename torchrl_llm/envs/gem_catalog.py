@@ -1,4 +1,5 @@
-"""What the library knows of GEM's environments: their ids, missing packages and data, tasks, rows and flaws.
+"""What the library knows of GEM's environments: their ids, missing packages and data, tasks, rows
+and flaws.
 
 Importing this module does not import GEM; the first of its ids that is resolved does.
 """
@@ -32,7 +33,8 @@ from torchrl_llm.envs.text_env import (
 )
 from torchrl_llm.utils.options import ConfigError
 
-_GRADER_TIMEOUT = 60.0  # seconds that a grading process may take to start, which imports the main script
+# seconds that a grading process may take to start, which imports the main script
+_GRADER_TIMEOUT = 60.0
 
 
 class MissingGEMError(ImportError):
@@ -52,10 +54,11 @@ class GEMClass(NamedTuple):
     """What is known of one of GEM's classes of environments.
 
     Attributes:
-        hidden: reads what a reset samples: everything that defines the task. The first observation may differ all the same,
-            where it holds a random example, and it need not show the task. ``None``: it cannot be read.
-        pays_progress: whether it pays each step towards the goal with its share of 1, so that an episode that is won has a
-            return of 1, and no reward of 1.
+        hidden: reads what a reset samples: everything that defines the task. The first observation
+            may differ all the same, where it holds a random example, and it need not show the task.
+            ``None``: it cannot be read.
+        pays_progress: whether it pays each step towards the goal with its share of 1, so that an
+            episode that is won has a return of 1, and no reward of 1.
         packages: what it imports, and neither GEM's distribution nor this one brings.
         single_turn: whether it grades one response, and ends; ``None``: not known.
     """
@@ -75,7 +78,8 @@ GEM_CLASSES: dict[str, GEMClass] = {
     "HangmanEnv": GEMClass(attrgetter("max_turns", "secret_word"), True),
     "MastermindEnv": GEMClass(attrgetter("max_turns", "num_numbers", "game_code"), True),
     "MathEnv": GEMClass(_nothing, packages=("datasets", "pylatexenc"), single_turn=True),
-    "MathVisualEnv": GEMClass(None, packages=("datasets", "pylatexenc"), single_turn=True),  # its questions are images
+    # its questions are images
+    "MathVisualEnv": GEMClass(None, packages=("datasets", "pylatexenc"), single_turn=True),
     "MinesweeperEnv": GEMClass(_generators, True),
     "QaEnv": GEMClass(_nothing, packages=("datasets",), single_turn=True),
     "ReasoningGymEnv": GEMClass(_nothing, single_turn=True),
@@ -101,12 +105,14 @@ def import_gem(env_id: str) -> Any:
         MissingGEMError: it cannot be imported; the message says how to install it.
     """
     try:
-        # Only the first time: filters belong to the process, and environments are made in threads too.
+        # Only the first time: filters belong to the process, and environments are made in threads
+        # too.
         is_imported = "gem" in sys.modules
         with nullcontext() if is_imported else warnings.catch_warnings():
             if not is_imported:
-                # cellpylib, which GEM imports by way of reasoning_gym, compares with literals by "is"; a user can do nothing
-                # about it. The module of a SyntaxWarning is the file's path.
+                # cellpylib, which GEM imports by way of reasoning_gym, compares with literals by
+                # "is"; a user can do nothing about it. The module of a SyntaxWarning is the file's
+                # path.
                 warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[\\/]cellpylib[\\/]")
             import gem
             import gem.envs.registration
@@ -170,7 +176,8 @@ register_env_family("gem", _resolve)
 
 
 def _make(env_id: str, **options: Any) -> TextEnv:
-    """Make a GEM environment, with options of ``gem.make``; games of words also take ``word_list`` (:func:`read_words`).
+    """Make a GEM environment, with options of ``gem.make``; games of words also take ``word_list``
+    (:func:`read_words`).
 
     Raises:
         EnvironmentUnavailableError: it cannot be made; the message says what it lacks.
@@ -253,13 +260,15 @@ def _unwrap(env: Any) -> tuple[Any, set[str]]:
 
 
 def hidden_reader(env: Any) -> Callable[[Any], Any] | None:
-    """The function that reads the hidden state of an environment, if it is GEM's and known; else ``None``."""
+    """The function that reads the hidden state of an environment, if it is GEM's and known; else
+    ``None``."""
     kinds = _unwrap(env)[1]
     return next((known.hidden for name, known in GEM_CLASSES.items() if name in kinds), None)
 
 
 def prepare(env: TextEnv, name: str, stream: Stream | None) -> None:
-    """Make an episode of one of GEM's environments depend on its task and responses alone; others stay as they are.
+    """Make an episode of one of GEM's environments depend on its task and responses alone; others
+    stay as they are.
 
     Args:
         env: changed in place.
@@ -267,7 +276,8 @@ def prepare(env: TextEnv, name: str, stream: Stream | None) -> None:
         stream: keep its rows only, see :func:`divide_rows`; ``None``: all.
 
     Raises:
-        EnvironmentUnavailableError: its process for grading does not start, or it has too few rows to divide.
+        EnvironmentUnavailableError: its process for grading does not start, or it has too few rows
+            to divide.
     """
     gem_env, kinds = _unwrap(env)
     if "ReasoningGymEnv" in kinds:
@@ -286,14 +296,16 @@ def prepare(env: TextEnv, name: str, stream: Stream | None) -> None:
 
 
 def _answer_or_none(extract: Callable[[str], str | None], response: str) -> str:
-    """The answer in a response; without one, where GEM would raise, an answer that is never right."""
+    """The answer in a response; without one, where GEM would raise, an answer that is never
+    right."""
     # QaEnv.step of gem-llm 0.1.0 reads `is_correct` unassigned where no answer is found.
     answer = extract(response)
     return "\0" if answer is None else answer
 
 
 def _wait_for_grader(math_env: Any, name: str) -> None:
-    """Let it grade once, which takes longer at first: GEM counts an answer as wrong that is not graded within a second."""
+    """Let it grade once, which takes longer at first: GEM counts an answer as wrong that is not
+    graded within a second."""
     from multiprocessing import TimeoutError as NotGraded
 
     answer = r"\boxed{1}", "2"
@@ -303,7 +315,8 @@ def _wait_for_grader(math_env: Any, name: str) -> None:
     try:
         math_env.mp_pool.apply_async(math_env.check_correct, answer).get(timeout=_GRADER_TIMEOUT)
     except NotGraded as error:
-        # A pool starts a new process for each that ends, so one that cannot start would be started forever.
+        # A pool starts a new process for each that ends, so one that cannot start would be started
+        # forever.
         math_env.mp_pool.terminate()
         needs = (
             f"The process that grades its answers has not started within {_GRADER_TIMEOUT:.0f} s. It imports the main script "
@@ -313,11 +326,12 @@ def _wait_for_grader(math_env: Any, name: str) -> None:
 
 
 def divide_rows(env: Any, stream: Stream) -> None:
-    """Restrict one of GEM's data-backed environments, in place, to the rows of ``stream``: no two streams share one.
+    """Restrict one of GEM's data-backed environments, in place, to the rows of ``stream``: no two
+    streams share one.
 
-    Eight tenths are for training, one for evaluations during a run, one for those before and after it. Rows of a data set
-    with the same question are one; those of reasoning_gym are only counted, since to make all takes minutes. Other
-    environments stay as they are.
+    Eight tenths are for training, one for evaluations during a run, one for those before and after
+    it. Rows of a data set with the same question are one; those of reasoning_gym are only counted,
+    since to make all takes minutes. Other environments stay as they are.
 
     Args:
         env: a text environment; wrappers are seen through.

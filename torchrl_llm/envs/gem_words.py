@@ -15,18 +15,20 @@ from typing import Any
 from torchrl_llm.utils.options import ConfigError
 
 SHIPPED = "reasoning_gym"
-"""The list that needs no file: reasoning_gym, which GEM brings, ships 150,000 English words of 3 to 10 letters, rare ones too."""
+"""The list that needs no file: reasoning_gym, which GEM brings, ships 150,000 English words of 3 to
+10 letters, rare ones too."""
 
 READS_WORDS: dict[str, tuple[int, ...]] = {"HangmanEnv": (3, 5, 7), "WordSearchEnv": (), "WordleEnv": (3, 4, 5)}
-"""GEM's classes that take their words from a list, and the lengths that they draw from where none is given."""
+"""GEM's classes that take their words from a list, and the lengths that they draw from where none
+is given."""
 
 
 def read_words(word_list: str | Path) -> tuple[str, ...]:
     """The words of a list, in its order, in small letters.
 
     Args:
-        word_list: a text file in UTF-8 with one word a line, or :data:`SHIPPED`. A line with anything but the letters a to z is left
-            out, and so is a word that came before.
+        word_list: a text file in UTF-8 with one word a line, or :data:`SHIPPED`. A line with
+            anything but the letters a to z is left out, and so is a word that came before.
 
     Raises:
         ConfigError: there is no such file, it is no text, or no line is a word.
@@ -76,8 +78,8 @@ def class_reading(words: Sequence[str], maker: str) -> Callable[..., Any]:
         maker: module and name of the class, separated by a colon.
     """
     module_name, _, name = maker.partition(":")
-    # The class reads the globals of its module. A copy of the module has its own, so that games with other lists, in other
-    # threads too, stay as they are.
+    # The class reads the globals of its module. A copy of the module has its own, so that games
+    # with other lists, in other threads too, stay as they are.
     spec = find_spec(module_name)
     assert spec is not None
     assert spec.loader is not None

@@ -1,8 +1,9 @@
-"""Isolation of text environments: random generators of their own (:class:`IsolatedEnv`) and threads (:class:`Pool`).
+"""Isolation of text environments: random generators of their own (:class:`IsolatedEnv`) and threads
+(:class:`Pool`).
 
-An environment may draw from the global generators of ``random`` and ``numpy.random``. There is one set of them in a process,
-so they are lent to one environment at a time, and restored. An environment may hang: its thread is left behind, and the
-generators are revoked.
+An environment may draw from the global generators of ``random`` and ``numpy.random``. There is one
+set of them in a process, so they are lent to one environment at a time, and restored. An
+environment may hang: its thread is left behind, and the generators are revoked.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from torchrl_llm.utils.interrupts import children_ignore_sigint
 logger = logging.getLogger(__name__)
 
 _WARN_AFTER = 60.0  # seconds between two warnings that an environment keeps the global generators
-_LONG_CALL = 0.2  # seconds; after a call that makes others wait for longer, a hint names `thread_safe`
+# seconds; after a call that makes others wait for longer, a hint names `thread_safe`
+_LONG_CALL = 0.2
 _hinted: set[tuple[str, str]] = set()
 
 
@@ -47,7 +49,8 @@ class _Loan:
         self.state = random.getstate(), mtrand.get_bit_generator(), np.random.get_state()
 
     def restore(self) -> None:
-        # The generator before its state: set_state writes into the generator that is global at the moment.
+        # The generator before its state: set_state writes into the generator that is global at the
+        # moment.
         python, bits, numpy = self.state
         random.setstate(python)
         mtrand.set_bit_generator(bits)
@@ -65,8 +68,8 @@ def kept_global_rng(*, for_envs: bool = False) -> Iterator[_Loan]:
     One thread of the process has them at a time; others wait here. The same thread may enter again.
 
     Args:
-        for_envs: only :class:`IsolatedEnv` draws inside; then nothing is restored between one of them and the next. Default
-            False.
+        for_envs: only :class:`IsolatedEnv` draws inside; then nothing is restored between one of
+            them and the next. Default False.
 
     Examples:
         >>> state = random.getstate()
@@ -99,7 +102,8 @@ def kept_global_rng(*, for_envs: bool = False) -> Iterator[_Loan]:
 
 
 def _own_loan() -> _Loan | None:
-    """The loan of this thread inside which only environments draw: entering it again, at each call, changes nothing."""
+    """The loan of this thread inside which only environments draw: entering it again, at each call,
+    changes nothing."""
     loan = _loan
     return loan if loan is not None and loan.for_envs and loan.thread == threading.get_ident() else None
 
@@ -130,8 +134,9 @@ def revoke_global_rng(thread: int) -> bool:
 
 
 _spare: list[np.random.MT19937] = []
-"""Generators of environments that are gone, for new ones. None is ever freed: numpy crashes if its global generator is exchanged,
-and the old one freed, while another thread is in the middle of reading it."""
+"""Generators of environments that are gone, for new ones. None is ever freed: numpy crashes if its
+global generator is exchanged, and the old one freed, while another thread is in the middle of
+reading it."""
 
 
 def _new_generator(owner: object) -> np.random.MT19937:
@@ -146,14 +151,14 @@ def _new_generator(owner: object) -> np.random.MT19937:
 class IsolatedEnv:
     """A text environment with generators of its own in place of the global ones.
 
-    Several may be called from several threads, each from one at a time. Unless the environment is ``thread_safe``
-    (:class:`TextEnv`), a call waits until no other one runs.
+    Several may be called from several threads, each from one at a time. Unless the environment is
+    ``thread_safe`` (:class:`TextEnv`), a call waits until no other one runs.
 
     Args:
         factory: makes the environment; called at the first reset.
         name: of the environment, for messages.
-        rows: the stream whose rows it uses, of one of GEM's data sets (:func:`~torchrl_llm.envs.divide_rows`); default
-            ``None``: all rows.
+        rows: the stream whose rows it uses, of one of GEM's data sets
+            (:func:`~torchrl_llm.envs.divide_rows`); default ``None``: all rows.
         extras: those that its steps have; default none.
         options: keyword arguments of ``factory``, names and values; default none.
 
@@ -161,7 +166,8 @@ class IsolatedEnv:
         env: the environment; ``None`` before the first reset.
         task: what the last reset started; ``None`` before the first.
         message: the last message; empty before the first reset.
-        busy_since: ``time.monotonic()`` when the running call reached the environment; ``None``: no call is there.
+        busy_since: ``time.monotonic()`` when the running call reached the environment; ``None``: no
+            call is there.
 
     Examples:
         >>> from torchrl_llm.testing.environments import StopOrGo
@@ -187,14 +193,16 @@ class IsolatedEnv:
         self.env: TextEnv | None = None
         self._takes_seed = True
         self._thread_safe = False
-        # numpy lets its generator be exchanged; Python's cannot be, so its state is copied at each call.
+        # numpy lets its generator be exchanged; Python's cannot be, so its state is copied at each
+        # call.
         self._python: Any = None
         self._numpy = _new_generator(self)
 
     def reset(self, seed: int) -> str:
         """Start the task that ``seed`` names and return the first message."""
         env = self.env or self.make()
-        # A reset draws from its task alone, a step continues where the last call left the generators.
+        # A reset draws from its task alone, a step continues where the last call left the
+        # generators.
         with self._calling(seed):
             found, self._takes_seed = reset_env(env, seed if self._takes_seed else None, first=self.task is None)
             text, self.message = read_reset(found)
@@ -213,19 +221,23 @@ class IsolatedEnv:
 
     def make(self) -> TextEnv:
         """Make the environment."""
-        # What it draws when it is made must not depend on the first task of its slot: hence the seed 0.
+        # What it draws when it is made must not depend on the first task of its slot: hence the
+        # seed 0.
         with self._calling(0), children_ignore_sigint():
             env = self._factory(**dict(self.options))
             gem_catalog.prepare(env, self._name, self._rows)
-        self._takes_seed = self._takes_seed and takes_seed(env)  # a reset may have found that it takes none
+        # a reset may have found that it takes none
+        self._takes_seed = self._takes_seed and takes_seed(env)
         self._thread_safe = bool(getattr(env, "thread_safe", False))
         self._check_extras(env)
         self.env = env
         return env
 
     def _check_extras(self, env: TextEnv) -> None:
-        """Warn, once, if the environment declares extras that its factory does not: those of a lambda cannot be seen."""
-        declared = getattr(env, "extras", None)  # of an environment that declares none it may be anything
+        """Warn, once, if the environment declares extras that its factory does not: those of a
+        lambda cannot be seen."""
+        # of an environment that declares none it may be anything
+        declared = getattr(env, "extras", None)
         unseen = [name for name in declared if name not in self._extras] if isinstance(declared, Mapping) else []
         if unseen and ("extras", self._name) not in _hinted:
             _hinted.add(("extras", self._name))
@@ -237,7 +249,8 @@ class IsolatedEnv:
 
     @contextmanager
     def _calling(self, seed: int | None = None) -> Iterator[None]:
-        """Around a call of the environment: its generators are the global ones, from ``seed`` or from where they were."""
+        """Around a call of the environment: its generators are the global ones, from ``seed`` or
+        from where they were."""
         isolated, process = not self._thread_safe, os.getpid()
         lent = _own_loan() if isolated else None
         with kept_global_rng(for_envs=True) if isolated and lent is None else nullcontext(lent) as loan:
@@ -248,7 +261,8 @@ class IsolatedEnv:
                 yield
             finally:
                 if os.getpid() != process:
-                    os._exit(1)  # a child that the environment forked must not continue as a second run
+                    # a child that the environment forked must not continue as a second run
+                    os._exit(1)
                 self.busy_since = None
                 if loan is not None and loan.wanted and self.env is not None and time.monotonic() - start > _LONG_CALL:
                     self._hint()
@@ -309,10 +323,12 @@ class Call:
 
 
 class Pool:
-    """Up to ``num_threads`` daemon threads, started when they are needed. With 0, :meth:`submit` makes the call itself.
+    """Up to ``num_threads`` daemon threads, started when they are needed. With 0, :meth:`submit`
+    makes the call itself.
 
-    The standard library's executor joins its threads when the interpreter exits, so one environment that hangs would hold up
-    the exit. These threads are left behind, and a call that does not return can be abandoned.
+    The standard library's executor joins its threads when the interpreter exits, so one environment
+    that hangs would hold up the exit. These threads are left behind, and a call that does not
+    return can be abandoned.
 
     Examples:
         >>> pool = Pool(2)
@@ -336,8 +352,8 @@ class Pool:
         """Call ``function`` in a thread; :meth:`finished` returns the call.
 
         Raises:
-            BaseException: without threads, what ``function`` raises, unless it is an :class:`EnvironmentFault`: other slots
-                must not be called first.
+            BaseException: without threads, what ``function`` raises, unless it is an
+                :class:`EnvironmentFault`: other slots must not be called first.
         """
         call = Call(slot, function)
         if self._closed:
@@ -356,7 +372,8 @@ class Pool:
         return call
 
     def finished(self, timeout: float) -> list[Call]:
-        """The calls that finished since; waits up to ``timeout`` seconds for the first one, or until :meth:`wake`."""
+        """The calls that finished since; waits up to ``timeout`` seconds for the first one, or
+        until :meth:`wake`."""
         calls = []
         with suppress(Empty):
             calls.append(self._finished.get(timeout > 0, timeout))
@@ -369,22 +386,27 @@ class Pool:
         self._finished.put(None)
 
     def wait(self, calls: Mapping[int, Call], busy_since: Callable[[int], float | None], timeout: float | None) -> None:
-        """Wait until all ``calls`` (slot -> call) are finished, or abandoned (see :meth:`abandon_late`)."""
+        """Wait until all ``calls`` (slot -> call) are finished, or abandoned (see
+        :meth:`abandon_late`)."""
         while running := {slot: call for slot, call in calls.items() if not (call.finished or call.abandoned)}:
-            # A quarter of the limit, so that a late call is noticed before it has taken 1.25 times as long.
+            # A quarter of the limit, so that a late call is noticed before it has taken 1.25 times
+            # as long.
             self.finished(POLL_INTERVAL if timeout is None else min(POLL_INTERVAL, timeout / 4))
             if timeout is not None:
                 self.abandon_late(running, busy_since, timeout)
-        self.finished(0.0)  # calls that finished before the loop looked are still in that queue, and would pile up
+        # calls that finished before the loop looked are still in that queue, and would pile up
+        self.finished(0.0)
 
     def abandon_late(
         self, calls: Mapping[int, Call], busy_since: Callable[[int], float | None], timeout: float
     ) -> list[Call]:
-        """Abandon the calls that take too long; the global random generators are taken from their threads.
+        """Abandon the calls that take too long; the global random generators are taken from their
+        threads.
 
         Args:
             calls: by slot, calls that are not finished.
-            busy_since: when the call of a slot reached the environment; ``None``: it waits for another one.
+            busy_since: when the call of a slot reached the environment; ``None``: it waits for
+                another one.
             timeout: seconds that a call may be with its environment.
 
         Returns:
@@ -393,7 +415,8 @@ class Pool:
         now, late = time.monotonic(), []
         for slot, call in calls.items():
             since = busy_since(slot)
-            # Abandoned before its generators are taken: a call that has just finished leaves its thread to another one.
+            # Abandoned before its generators are taken: a call that has just finished leaves its
+            # thread to another one.
             if since is not None and now - since > timeout and self.abandon(call):
                 revoke_global_rng(call.thread)
                 call.error = TimeoutError(f"no answer within step_timeout={timeout} s")
@@ -401,7 +424,8 @@ class Pool:
         return late
 
     def abandon(self, call: Call) -> bool:
-        """Abandon a call; its thread takes no other. Returns False if the call has finished in the meantime."""
+        """Abandon a call; its thread takes no other. Returns False if the call has finished in the
+        meantime."""
         with self._lock:
             if call.finished:
                 return False
@@ -413,7 +437,8 @@ class Pool:
             return True
 
     def close(self, timeout: float) -> list[int]:
-        """Let the threads end with the calls that they are in; those of abandoned calls do not count. Safe to call twice.
+        """Let the threads end with the calls that they are in; those of abandoned calls do not
+        count. Safe to call twice.
 
         Args:
             timeout: seconds to wait for them.

@@ -14,10 +14,11 @@ _ENTRY = 16  # what an entry of a short message takes beside it, in the size of 
 
 
 class MessageCache:
-    """Calls a function of a message, or returns what it returned before. What was asked for longest ago is dropped first.
+    """Calls a function of a message, or returns what it returned before. What was asked for longest
+    ago is dropped first.
 
-    Not ``functools.lru_cache``, which counts entries: environments that answer with pages, files or logs would fill gigabytes.
-    It may be called from several threads.
+    Not ``functools.lru_cache``, which counts entries: environments that answer with pages, files or
+    logs would fill gigabytes. It may be called from several threads.
 
     Args:
         render: returns the ids of a message; further arguments are hashable.
@@ -57,7 +58,8 @@ class MessageCache:
         return ids
 
     def _keep(self, key: tuple[Any, ...], ids: tuple[int, ...]) -> None:
-        # Known already if another thread rendered the same message; one larger than all would only empty the cache.
+        # Known already if another thread rendered the same message; one larger than all would only
+        # empty the cache.
         if key in self._known or self._size(key, ids) > self.max_size:
             return
         self._known[key] = ids

@@ -1,4 +1,5 @@
-"""Messages of files as people have them, as mappings of role and content: :func:`plain_messages`."""
+"""Messages of files as people have them, as mappings of role and content:
+:func:`plain_messages`."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ _MEANS_SOMETHING = {
     "audio": "a message is text alone",
     "video": "a message is text alone",
 }
-"""Fields of messages that cannot be left out without a change of what is said or learned, and what to do."""
+"""Fields of messages that cannot be left out without a change of what is said or learned, and what
+to do."""
 
 _LEARNED = {"weight": True, "train": True, "training": True, "loss": True, "mask": False}
 """Fields that say whether an answer is learned, and their value where it is."""
@@ -54,8 +56,9 @@ def plain_messages(given: Any) -> Messages:
     """A list of messages as mappings of role and content.
 
     Args:
-        given: messages with ``"role"`` and ``"content"``, or with ``"from"`` and ``"value"`` (ShareGPT). Content may be a list
-            of parts of text. Other fields are left out, unless they change what is said.
+        given: messages with ``"role"`` and ``"content"``, or with ``"from"`` and ``"value"``
+            (ShareGPT). Content may be a list of parts of text. Other fields are left out, unless
+            they change what is said.
 
     Raises:
         ValueError: it is no list of messages, or one holds what cannot be written as its text.

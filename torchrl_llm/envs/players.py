@@ -1,8 +1,9 @@
 """Scripted players of games, to imitate: what ``demonstrations`` of a run may name.
 
-A player is a function ``(context, rng) -> text``: it reads the conversation as the model does, and takes all chance from ``rng``.
-Each task has one that plays legally at random, one of some of the skill, and a good one. Imitate the second where reinforcement
-learning is to have something left to teach.
+A player is a function ``(context, rng) -> text``: it reads the conversation as the model does, and
+takes all chance from ``rng``. Each task has one that plays legally at random, one of some of the
+skill, and a good one. Imitate the second where reinforcement learning is to have something left to
+teach.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def guess_at_random(context: str, rng: random.Random) -> str:
 
 
 def guess_by_half_the_hints(context: str, rng: random.Random) -> str:
-    """Plays GEM's GuessTheNumber: any number that was not guessed yet and fits the hints, of which every other one is read.
+    """Plays GEM's GuessTheNumber: any number that was not guessed yet and fits the hints, of which
+    every other one is read.
 
     Examples:
         >>> seen = "Guess the number between 1 and 3. At turn 1, you guessed 2, and the target number is lower than 2."
@@ -86,7 +88,8 @@ def break_code_at_random(context: str, rng: random.Random) -> str:
 
 
 def break_code_by_half_the_pegs(context: str, rng: random.Random) -> str:
-    """Plays GEM's Mastermind: any code that was not guessed yet and fits the answers in pegs, of which every other one is read.
+    """Plays GEM's Mastermind: any code that was not guessed yet and fits the answers in pegs, of
+    which every other one is read.
 
     Examples:
         >>> rules = "the secret 2 digit code within 4 turns. The code consists of digits from 1 to 2. Duplicate numbers are allowed."
@@ -152,7 +155,8 @@ def slide_at_random(context: str, rng: random.Random) -> str:
 
 
 def slide_to_merge_half_the_time(context: str, rng: random.Random) -> str:
-    """Plays GEM's 2048: every other move as :func:`slide_to_merge`, and the others as :func:`slide_at_random`.
+    """Plays GEM's 2048: every other move as :func:`slide_to_merge`, and the others as
+    :func:`slide_at_random`.
 
     Examples:
         >>> board = "Current board:\\n   2    4\\n   2    .\\nEnter your move."
@@ -163,7 +167,8 @@ def slide_to_merge_half_the_time(context: str, rng: random.Random) -> str:
 
 
 def slide_to_merge(context: str, rng: random.Random) -> str:
-    """Plays GEM's 2048: a move that merges the largest tiles there are to merge, or any that changes the board.
+    """Plays GEM's 2048: a move that merges the largest tiles there are to merge, or any that
+    changes the board.
 
     Examples:
         >>> board = "Current board:\\n   2    4\\n   2    .\\nEnter your move."
@@ -181,7 +186,8 @@ def _choose_move(context: str, rng: random.Random, greed: float) -> str:
     after = {direction: _slide(rows, direction) for direction in ("up", "down", "left", "right")}
     moves = [direction for direction, board in after.items() if board != rows]
     if rng.random() < greed:
-        # What a merge makes is larger than what it takes, and a square tells a large tile from two small ones.
+        # What a merge makes is larger than what it takes, and a square tells a large tile from two
+        # small ones.
         worth = {direction: sum(tile**2 for row in after[direction] for tile in row) for direction in moves}
         moves = [direction for direction in moves if worth[direction] == max(worth.values())]
     return f"\\boxed{{{rng.choice(moves)}}}"
@@ -221,7 +227,8 @@ def move_disks_at_random(context: str, rng: random.Random) -> str:
 
 
 def move_most_disks_right(context: str, rng: random.Random) -> str:
-    """Plays GEM's TowerofHanoi: four moves of five as :func:`move_disks_right`, and the others as :func:`move_disks_at_random`.
+    """Plays GEM's TowerofHanoi: four moves of five as :func:`move_disks_right`, and the others as
+    :func:`move_disks_at_random`.
 
     Examples:
         >>> board = "A: [2]\\nB: [1]\\nC: []\\n"
@@ -261,7 +268,8 @@ def _shortest_way(towers: dict[str, list[int]]) -> tuple[str, str]:
     place = {disk: name for name, disks in towers.items() for disk in disks}
     move, target = ("A", "C"), "C"
     for disk in sorted(place, reverse=True):
-        # The largest disk that is elsewhere has to get there, and before that all smaller ones to the third tower.
+        # The largest disk that is elsewhere has to get there, and before that all smaller ones to
+        # the third tower.
         if place[disk] != target:
             move = (place[disk], target)
             (target,) = set("ABC") - set(move)
@@ -285,7 +293,8 @@ def count_at_random(context: str, rng: random.Random) -> str:
 
 
 def count_half_right(context: str, rng: random.Random) -> str:
-    """Answers a question of ``rg:aiw``; every other time it forgets the woman who is asked about, as language models do.
+    """Answers a question of ``rg:aiw``; every other time it forgets the woman who is asked about,
+    as language models do.
 
     Examples:
         >>> question = "Alice has 2 brothers and 3 sisters. How many sisters does her brother have?"

@@ -28,15 +28,17 @@ _NO_TEXT = {
 def read_records(path: Path) -> Iterator[tuple[str, Any]]:
     """The place and the value of each record of a file.
 
-    A file of JSON has one value to a line, or one array of all. Lines end with a line feed and nothing else: JSON may hold
-    characters at which ``str.splitlines`` splits, such as U+2028. Every cell of a CSV file is text. No record has two values of
-    one name, of which all but the last would be lost.
+    A file of JSON has one value to a line, or one array of all. Lines end with a line feed and
+    nothing else: JSON may hold characters at which ``str.splitlines`` splits, such as U+2028. Every
+    cell of a CSV file is text. No record has two values of one name, of which all but the last
+    would be lost.
 
     Args:
         path: its first bytes decide, and where they are text the end of its name.
 
     Raises:
-        ValueError: there is no such file, or it is of another format, or a part of it cannot be read; the message names the part.
+        ValueError: there is no such file, or it is of another format, or a part of it cannot be
+            read; the message names the part.
 
     Examples:
         >>> import tempfile
@@ -56,7 +58,8 @@ def read_records(path: Path) -> Iterator[tuple[str, Any]]:
             raise ValueError(f"{path} {what}; expected {FORMATS}.")
     if content.startswith(b"PAR1") or path.suffix.lower() == ".parquet":
         return _from_parquet(path)
-    content = content.removeprefix(codecs.BOM_UTF8)  # which some programs write, and json.loads refuses
+    # which some programs write, and json.loads refuses
+    content = content.removeprefix(codecs.BOM_UTF8)
     if path.suffix.lower() in (".csv", ".tsv"):
         return _from_csv(path, content, "\t" if path.suffix.lower() == ".tsv" else ",")
     return _from_array(path, content) if content.lstrip().startswith(b"[") else _from_lines(path, content)
@@ -68,7 +71,8 @@ def _from_lines(path: Path, content: bytes) -> Iterator[tuple[str, Any]]:
             place = f"{path}, line {number}"
             try:
                 yield place, json.loads(line.decode(), object_pairs_hook=_object)
-            except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or beyond what Python reads
+            # no UTF-8, no JSON, or beyond what Python reads
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{place}: {error}; expected one JSON object to a line.") from error
 
 

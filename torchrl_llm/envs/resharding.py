@@ -1,4 +1,5 @@
-"""Tasks of a run that continues with other processes, groups or environments than before: :func:`reshard_state`."""
+"""Tasks of a run that continues with other processes, groups or environments than before:
+:func:`reshard_state`."""
 
 from __future__ import annotations
 
@@ -10,19 +11,20 @@ logger = logging.getLogger(__name__)
 
 
 def reshard_state(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of an environment that continues a stream which other workers, or groups of another size, have sampled from.
+    """The state of an environment that continues a stream which other workers, or groups of another
+    size, have sampled from.
 
-    All new workers begin after the last group that any old worker has sampled, and with ids that none has given: no group is
-    sampled twice, and a few groups may be left out.
+    All new workers begin after the last group that any old worker has sampled, and with ids that
+    none has given: no group is sampled twice, and a few groups may be left out.
 
     Args:
-        old: the states of the earlier workers' environments (``GEMEnv.state_dict()``; of a transformed environment what is
-            in ``"base"`` counts).
+        old: the states of the earlier workers' environments (``GEMEnv.state_dict()``; of a
+            transformed environment what is in ``"base"`` counts).
         new: the state of a new worker's fresh environment.
 
     Returns:
-        The new state, with the first task to sample, and, for a mixture of as many environments, the success rates and the
-        curriculum of the first of ``old``.
+        The new state, with the first task to sample, and, for a mixture of as many environments,
+        the success rates and the curriculum of the first of ``old``.
 
     Examples:
         >>> task_sampler = {"group_size": 2, "worker": 0, "num_workers": 1, "success": None, "stages": ()}
@@ -53,7 +55,8 @@ def reshard_state(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> d
 
 
 def same_tasks(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether the states of two environments are of the same stream of tasks, but for its seed and how far it is.
+    """Whether the states of two environments are of the same stream of tasks, but for its seed and
+    how far it is.
 
     Examples:
         >>> task_sampler = {"group_size": 2, "worker": 0, "num_workers": 1, "weights": None, "seed": 3, "success": None}

@@ -14,18 +14,21 @@ THINKING: Pair = ("<think>", "</think>")
 
 
 class Response(str):
-    """The text of a response: the string that it is, with the answer apart from the thinking beside it.
+    """The text of a response: the string that it is, with the answer apart from the thinking beside
+    it.
 
-    As a string it is the whole response, without the token that ended it. It begins with the thought that the chat template
-    opened for the assistant, if it did (``<think>\\n``), so that a rule about ``<think>...</think>`` sees both tags. It compares,
-    slices, and is written to JSON and YAML as any string; parts of it are plain strings. Pickles and copies keep both, and
+    As a string it is the whole response, without the token that ended it. It begins with the
+    thought that the chat template opened for the assistant, if it did (``<think>\\n``), so that a
+    rule about ``<think>...</think>`` sees both tags. It compares, slices, and is written to JSON
+    and YAML as any string; parts of it are plain strings. Pickles and copies keep both, and
     ``torch.load(weights_only=True)`` reads them where this package is imported.
 
-    Text environments, reward functions and games get it. Of one made by hand, ``text`` is the whole text unless it is given.
+    Text environments, reward functions and games get it. Of one made by hand, ``text`` is the whole
+    text unless it is given.
 
     Attributes:
-        text: the answer: what stands behind the thinking, without white space before it. The whole text where there is no
-            thinking; empty while the thought is not closed.
+        text: the answer: what stands behind the thinking, without white space before it. The whole
+            text where there is no thinking; empty while the thought is not closed.
 
     Examples:
         >>> response = Response("<think>\\nEasy.\\n</think>\\n\\n4", text="4")
@@ -55,7 +58,8 @@ def _response(whole: str, text: str) -> Response:
 
 # They refuse every subclass of str that they are not told of.
 torch.serialization.add_safe_globals([_response])
-for _dumper in ("SafeDumper", "Dumper", "CSafeDumper", "CDumper"):  # the last two are missing where PyYAML has no C
+# the last two are missing where PyYAML has no C
+for _dumper in ("SafeDumper", "Dumper", "CSafeDumper", "CDumper"):
     if hasattr(yaml, _dumper):
         getattr(yaml, _dumper).add_representer(Response, lambda dumper, text: dumper.represent_str(str.__str__(text)))
 

@@ -1,7 +1,8 @@
 """Reward functions: calls and checks of those of :class:`~torchrl_llm.envs.PromptDatasetEnv`.
 
-A function grades one completion or a batch, synchronously or as a coroutine. In all cases :class:`Grader` returns a
-finite number or a :class:`RewardError` for every completion, and :class:`Question` is the text environment around it.
+A function grades one completion or a batch, synchronously or as a coroutine. In all cases
+:class:`Grader` returns a finite number or a :class:`RewardError` for every completion, and
+:class:`Question` is the text environment around it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torchrl_llm.episode import LARGEST_REWARD, is_reward, plain_number
 from torchrl_llm.utils.fingerprint import fingerprint
 
 RewardFn = Callable[..., Any]
-"""``reward_fn(completion, answer, question)``, with further columns by name; lists of them, if it is batched."""
+"""``reward_fn(completion, answer, question)``, with further columns by name; lists of them, if it
+is batched."""
 
 _GRACE = 5.0  # seconds beyond `reward_timeout` after which an event loop counts as blocked
 
@@ -41,8 +43,8 @@ class WantedColumns(NamedTuple):
     Attributes:
         needed: those without a default.
         optional: those with one, which stays where the data has no such column.
-        others: whether it takes all others too (``**kwargs``, and no ``*args``: a wrapper that passes on whatever it gets does
-            not say what the function in it takes).
+        others: whether it takes all others too (``**kwargs``, and no ``*args``: a wrapper that
+            passes on whatever it gets does not say what the function in it takes).
         positions: the names of its first three parameters, which no column can have.
     """
 
@@ -94,7 +96,8 @@ class RewardError(RuntimeError):
     """A reward function raised, or returned something that is not a finite number.
 
     Attributes:
-        batched_call: the same object for all rows of a batched call that failed as a whole; ``None``: this row failed alone.
+        batched_call: the same object for all rows of a batched call that failed as a whole;
+            ``None``: this row failed alone.
     """
 
     batched_call: object | None = None
@@ -109,8 +112,8 @@ class _EventLoop:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # One loop for all calls: an HTTP session belongs to the loop in which it was made. asyncio.run() makes a new
-        # one, and fails inside a running loop, as in a notebook.
+        # One loop for all calls: an HTTP session belongs to the loop in which it was made.
+        # asyncio.run() makes a new one, and fails inside a running loop, as in a notebook.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -178,7 +181,8 @@ class Grader:
 
     @contextmanager
     def ahead(self, asked: list[tuple[int, str]], step_timeout: float | None) -> Iterator[None]:
-        """Grade ``asked``, pairs of row and completion, all together; inside, single calls return these rewards.
+        """Grade ``asked``, pairs of row and completion, all together; inside, single calls return
+        these rewards.
 
         Args:
             asked: what to grade.
@@ -226,7 +230,8 @@ class Grader:
             results = self.loop.run(self._gather(calls), self.timeout + _GRACE)
         else:
             results = [call() for call in calls]
-            # Of a decorator, or a lambda, around a coroutine function: its kind shows in what it returns alone.
+            # Of a decorator, or a lambda, around a coroutine function: its kind shows in what it
+            # returns alone.
             if any(map(inspect.isawaitable, results)):
                 results = self.loop.run(
                     self._gather([partial(_awaitable, each) for each in results]), self.timeout + _GRACE
@@ -292,7 +297,8 @@ _ROLES = {
     "question": ("question", "prompt", "query", "problem"),
     "column": ("data_source", "extra_info", "completion_id", "trainer_state", "log_extra", "log_metric"),
 }
-"""What other libraries call what a reward function gets; in the plural too. The last are of the data, or nobody's here."""
+"""What other libraries call what a reward function gets; in the plural too. The last are of the
+data, or nobody's here."""
 
 
 def _role(name: str) -> str | None:
@@ -326,7 +332,8 @@ def _check_names(name: str, signature: inspect.Signature, expected: str, plural:
 
 
 def _signature(reward_fn: Any, *, batched: bool) -> inspect.Signature | None:
-    """The signature, which takes a completion, an answer and a question by position; ``None``: it is not known."""
+    """The signature, which takes a completion, an answer and a question by position; ``None``: it
+    is not known."""
     plural = "s" if batched else ""
     expected = f"reward_fn(completion{plural}, answer{plural}, question{plural})"
     if not callable(reward_fn):

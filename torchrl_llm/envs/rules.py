@@ -12,17 +12,18 @@ _TEXT = ("template", "history", "system_prompt", "chat_template_kwargs", "missin
 
 
 def rules_of(env: GEMEnv) -> dict[str, Any]:
-    """What an episode of a task depends on beside what the policy writes, and what counts as won, as plain data.
+    """What an episode of a task depends on beside what the policy writes, and what counts as won,
+    as plain data.
 
-    Equal rules and equal tasks are the same game in every process. How many slots there are, time limits and workers
-    decide nothing, and how the policy samples is the policy's.
+    Equal rules and equal tasks are the same game in every process. How many slots there are, time
+    limits and workers decide nothing, and how the policy samples is the policy's.
 
     Args:
         env: the environment.
 
     Returns:
-        The environments of the mixture (name, :func:`~torchrl_llm.utils.fingerprint.fingerprint` of what makes them, which reward
-        decides about success), limits, and how messages are rendered.
+        The environments of the mixture (name, :func:`~torchrl_llm.utils.fingerprint.fingerprint` of
+        what makes them, which reward decides about success), limits, and how messages are rendered.
 
     Examples:
         >>> from torchrl_llm.testing.tokenizers import byte_tokenizer

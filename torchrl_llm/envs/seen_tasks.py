@@ -10,14 +10,15 @@ import numpy as np
 class SeenTasks:
     """The tasks of training so far, as hashes of eight bytes each.
 
-    Memory is bounded: beyond ``limit`` tasks those with the lowest hashes are kept, and an overlap is that of the tasks that
-    fall among them, which is a sample of all.
+    Memory is bounded: beyond ``limit`` tasks those with the lowest hashes are kept, and an overlap
+    is that of the tasks that fall among them, which is a sample of all.
 
     Args:
         limit: how many are kept; default 2**20 (8 MB).
 
     Attributes:
-        complete: whether they are all. Episodes that are read, such as demonstrations, need not say their tasks.
+        complete: whether they are all. Episodes that are read, such as demonstrations, need not say
+            their tasks.
 
     Examples:
         >>> seen = SeenTasks()
@@ -48,7 +49,8 @@ class SeenTasks:
         self.complete = self.complete and other.complete
 
     def overlap(self, tasks: Any) -> float:
-        """Share of ``tasks`` (int64, repeats count) that training has used; NaN if that is not known."""
+        """Share of ``tasks`` (int64, repeats count) that training has used; NaN if that is not
+        known."""
         if not self.complete:
             return float("nan")
         tasks = np.asarray(tasks, np.int64)

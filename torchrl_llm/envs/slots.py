@@ -1,7 +1,7 @@
 """Episodes slot by slot: :class:`Slot`, :class:`Reply`, and :class:`SlotEpisodes`, which runs them.
 
-This module lets contexts grow and slide, ends episodes, and counts and replaces environments that fail. TensorDicts, specs and
-saved states are in :mod:`~torchrl_llm.envs.env`.
+This module lets contexts grow and slide, ends episodes, and counts and replaces environments that
+fail. TensorDicts, specs and saved states are in :mod:`~torchrl_llm.envs.env`.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class Reply(NamedTuple):
     """The result of an environment's reset or step, in tokens.
 
     Attributes:
-        ids: what it adds to the context: of a reset, the whole first context; of a step, the response and the feedback.
+        ids: what it adds to the context: of a reset, the whole first context; of a step, the
+            response and the feedback.
         reward: of the turn; 0.0 at a reset.
         stop_reason: of the episode after it.
-        dropped: the oldest turns that leave the context, to make room; 0: the context grows. Also at the end of an episode that was cut
-            off.
+        dropped: the oldest turns that leave the context, to make room; 0: the context grows. Also
+            at the end of an episode that was cut off.
         task: of a reset, the task.
         says_success: whether the environment returned ``info["success"]``.
         extras: of the turn, those that its environment declares.
@@ -83,7 +84,8 @@ class Slot:
         total: sum of the rewards.
         length: tokens of the context.
         segment: how often the context was cut at its beginning.
-        pieces: what the context is made of: the first prompt, then each turn's response and feedback, without dropped ones.
+        pieces: what the context is made of: the first prompt, then each turn's response and
+            feedback, without dropped ones.
         stop_reason: why the episode ended, or that it runs.
         responses: the ids of the responses so far.
         extras: of the last turn, all that the mixture has; blank before the first.
@@ -111,7 +113,8 @@ class Slot:
         return self.index is not None and not self.finished
 
     def excess(self, size: int, room: int) -> int:
-        """How many of the oldest turns have to leave the context before a turn of ``size`` tokens; 0: nothing helps.
+        """How many of the oldest turns have to leave the context before a turn of ``size`` tokens;
+        0: nothing helps.
 
         Args:
             size: tokens of the turn.
@@ -121,7 +124,8 @@ class Slot:
         room -= first
         if size > room:
             return 0
-        # Half of the room is kept, so that a full context is not cut at every turn: each cut is a new segment to train on.
+        # Half of the room is kept, so that a full context is not cut at every turn: each cut is a
+        # new segment to train on.
         kept = np.cumsum([size, *reversed(turns)]) <= max(size, room // 2)
         return len(turns) + 1 - int(kept.sum())
 
@@ -130,14 +134,15 @@ class SuccessRule:
     """Decides which terminated episodes are a success; warns if an environment never has one.
 
     Args:
-        specs: the environments of the mixture; their ``success_by`` says whether the last reward or the return (up to 1e-6)
-            counts.
+        specs: the environments of the mixture; their ``success_by`` says whether the last reward or
+            the return (up to 1e-6) counts.
         threshold: an episode is a success with at least this reward.
     """
 
     def __init__(self, specs: Sequence[EnvSpec], threshold: float) -> None:
         self.threshold, self._specs = threshold, specs
-        self._never_won = dict.fromkeys(range(len(specs)), (0, 0.0))  # episodes, and the most that one earned
+        # episodes, and the most that one earned
+        self._never_won = dict.fromkeys(range(len(specs)), (0, 0.0))
 
     def holds(self, slot: Slot, step: TextStep) -> bool:
         """Whether an episode that terminates with ``step`` is a success."""
@@ -150,7 +155,8 @@ class SuccessRule:
         return total + 1e-6 if self._specs[env_id].success_by == "return" else last
 
     def watch(self, slot: Slot, reply: Reply) -> None:
-        """Warn, once, if an environment is never won though one of its episodes earned half of what that takes."""
+        """Warn, once, if an environment is never won though one of its episodes earned half of what
+        that takes."""
         env_id = slot.task_spec.env_id
         if env_id not in self._never_won:
             return
@@ -176,10 +182,11 @@ _SlotCall = tuple[TaskSpec, int, Callable[[], Reply]]
 
 
 class SlotEpisodes:
-    """Runs the episodes of :class:`~torchrl_llm.envs.GEMEnv` slot by slot, in token ids, without a TensorDict.
+    """Runs the episodes of :class:`~torchrl_llm.envs.GEMEnv` slot by slot, in token ids, without a
+    TensorDict.
 
-    It is a base class of its own so that the file of the environment shows the TorchRL side alone; the attributes below are
-    ``GEMEnv``'s.
+    It is a base class of its own so that the file of the environment shows the TorchRL side alone;
+    the attributes below are ``GEMEnv``'s.
     """
 
     names: tuple[str, ...]
@@ -206,11 +213,13 @@ class SlotEpisodes:
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """The state of each slot. The methods below run slots one by one; they need no TensorDict."""
+        """The state of each slot. The methods below run slots one by one; they need no
+        TensorDict."""
         return self._slots
 
     def context(self, slot: int) -> npt.NDArray[np.int64]:
-        """The ids of a slot's context, ``[slots[slot].length]``: a view, valid until the slot's next turn."""
+        """The ids of a slot's context, ``[slots[slot].length]``: a view, valid until the slot's
+        next turn."""
         return self._prompt.numpy()[slot, : self._slots[slot].length]
 
     def next_task(self) -> int:
@@ -219,7 +228,8 @@ class SlotEpisodes:
         return self.num_sampled - 1
 
     def open(self, slot: int, index: int) -> Reply:
-        """Reset a slot's environment for the task ``index``; nothing but the environment changes until :meth:`start`.
+        """Reset a slot's environment for the task ``index``; nothing but the environment changes
+        until :meth:`start`.
 
         Different slots may be opened and answered in different threads at once.
 
@@ -237,7 +247,8 @@ class SlotEpisodes:
             context = self.formatter.start(env.reset(task_spec.seed))
         except (EnvironmentUnavailableError, ConfigError):  # no task would have another one
             raise
-        except (Exception, SystemExit) as error:  # an environment may call sys.exit(); Ctrl-C passes
+        # an environment may call sys.exit(); Ctrl-C passes
+        except (Exception, SystemExit) as error:
             raise self.fault(task_spec, -1, error) from error
         if len(context) + self.max_output_tokens > self.max_model_len:
             cause = ValueError(
@@ -261,7 +272,8 @@ class SlotEpisodes:
         self._append(slot, reply.ids)
 
     def answer(self, slot: int, response: list[int]) -> Reply:
-        """Send a response to a slot's environment; nothing but the environment changes until :meth:`advance`.
+        """Send a response to a slot's environment; nothing but the environment changes until
+        :meth:`advance`.
 
         Different slots may be opened and answered in different threads at once.
 
@@ -279,18 +291,20 @@ class SlotEpisodes:
         return Reply(ids, step.reward, reason, dropped, says_success=step.success is not None, extras=step.extras)
 
     def _slide(self, state: Slot, size: int, reason: StopReason) -> tuple[StopReason, int]:
-        """Why an episode ends that would end for ``reason``, and how many turns leave the context for one of ``size`` tokens."""
+        """Why an episode ends that would end for ``reason``, and how many turns leave the context
+        for one of ``size`` tokens."""
         room = self.max_model_len - self.max_output_tokens
         if reason == StopReason.CONTEXT and (dropped := state.excess(size, room)):
             return StopReason.RUNNING, dropped
         if reason in (StopReason.RUNNING, *TERMINATED) or state.length + size <= self.max_model_len:
             return reason, 0
-        # A critic values what would follow an episode that was cut off by its last context, which has to hold all of the last
-        # feedback, if there is room at all.
+        # A critic values what would follow an episode that was cut off by its last context, which
+        # has to hold all of the last feedback, if there is room at all.
         return reason, state.excess(size, room) or state.excess(size, self.max_model_len)
 
     def advance(self, slot: int, response: list[int], reply: Reply) -> None:
-        """Add to a slot what :meth:`answer` returned; the last feedback of an episode is cut at ``max_model_len``, if it does not slide."""
+        """Add to a slot what :meth:`answer` returned; the last feedback of an episode is cut at
+        ``max_model_len``, if it does not slide."""
         state = self._slots[slot]
         state.responses.append(response)
         state.turn += 1
@@ -312,11 +326,13 @@ class SlotEpisodes:
             self._append(slot, reply.ids[: self.max_model_len - state.length])
 
     def first_of_each_task(self, count: int) -> list[int]:
-        """Of the next ``count`` tasks, counted from 0, those that no earlier one shares a known task with.
+        """Of the next ``count`` tasks, counted from 0, those that no earlier one shares a known
+        task with.
 
-        Resets the environments of all slots, so no episode may be running. A task counts where its environment fails, or does not
-        say what is hidden (:class:`~torchrl_llm.envs.TaskIdentity`). The result is cached: evaluations ask for the same tasks
-        again and again, and each computation resets ``count`` environments.
+        Resets the environments of all slots, so no episode may be running. A task counts where its
+        environment fails, or does not say what is hidden (:class:`~torchrl_llm.envs.TaskIdentity`).
+        The result is cached: evaluations ask for the same tasks again and again, and each
+        computation resets ``count`` environments.
         """
         # Equal samplers may differ in their progress.
         key = self.task_sampler, self.task_sampler.shares, self.task_sampler.stages, count
@@ -336,18 +352,21 @@ class SlotEpisodes:
                 else:
                     self._slots[slot].envs.pop(reply.task_spec.env_id, None)
                 group = "group", self.task_sampler[indices[slot]].group_id
-                # Tasks of unknown hidden state may differ behind one first observation: each group counts.
+                # Tasks of unknown hidden state may differ behind one first observation: each group
+                # counts.
                 seen.setdefault(task.task_id if task.known else group, indices[slot])
         return sorted(seen.values())
 
     def busy_since(self, slot: int) -> float | None:
-        """``time.monotonic()`` when the slot's running call reached the environment; ``None``: no call is there."""
+        """``time.monotonic()`` when the slot's running call reached the environment; ``None``: no
+        call is there."""
         # A copy: the thread of the slot may add an environment meanwhile.
         times = [env.busy_since for env in list(self._slots[slot].envs.values())]
         return next((since for since in times if since is not None), None)
 
     def renew(self, slot: int) -> None:
-        """Abandon a slot's environments, which may still run: it idles, and makes new ones for its next task."""
+        """Abandon a slot's environments, which may still run: it idles, and makes new ones for its
+        next task."""
         self._slots[slot] = Slot()
         self._prompt[slot] = 0
 
@@ -356,7 +375,8 @@ class SlotEpisodes:
         return EnvironmentFault(self.names[task_spec.env_id], task_spec, turn, cause)
 
     def _begin(self, indices: Mapping[int, int | None]) -> None:
-        """Start the tasks ``indices`` (slot -> index of its task; ``None``: the next one that can be started)."""
+        """Start the tasks ``indices`` (slot -> index of its task; ``None``: the next one that can
+        be started)."""
         waiting = {slot: self.next_task() if index is None else index for slot, index in indices.items()}
         while waiting:
             opened, waiting = waiting, {}
@@ -388,7 +408,8 @@ class SlotEpisodes:
         return {slot: self._outcome(call, *calls[slot][:2]) for slot, call in made.items()}
 
     def _outcome(self, call: Call, task_spec: TaskSpec, turn: int) -> Any:
-        """The reply or the fault of a finished call. Raises errors that are no faults of the environment."""
+        """The reply or the fault of a finished call. Raises errors that are no faults of the
+        environment."""
         if call.error is None:
             return call.result
         if call.abandoned:
@@ -398,7 +419,8 @@ class SlotEpisodes:
         raise call.error
 
     def _contain(self, slot: int, fault: EnvironmentFault) -> StopReason:
-        """Count a failed episode and drop its environment; raise the first fault if there were too many in a row."""
+        """Count a failed episode and drop its environment; raise the first fault if there were too
+        many in a row."""
         last, self.last_fault = self.last_fault, fault
         # Its state is unknown after an error; the next task makes a new one.
         self._slots[slot].envs.pop(fault.task_spec.env_id, None)
@@ -415,11 +437,13 @@ class SlotEpisodes:
         self._slots[slot].length += len(ids)
 
     def _stop_reason(self, state: Slot, step: TextStep, length: int) -> StopReason:
-        # The environment's own end before our budgets: an episode that ends with its last turn was not cut.
+        # The environment's own end before our budgets: an episode that ends with its last turn was
+        # not cut.
         if step.terminated:
             if self._success.holds(state, step):
                 return StopReason.WON
-            # GEM's own turn limit sets both flags. The limit stands in the prompt: it is part of the task.
+            # GEM's own turn limit sets both flags. The limit stands in the prompt: it is part of
+            # the task.
             return StopReason.TURN_LIMIT if step.truncated else StopReason.LOST
         if step.truncated:
             return StopReason.ENV_TRUNCATED

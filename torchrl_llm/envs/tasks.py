@@ -1,9 +1,10 @@
-"""The task of each episode: :class:`TaskSpec`, :class:`TaskSampler`, and what tells tasks apart, :class:`TaskIdentity`.
+"""The task of each episode: :class:`TaskSpec`, :class:`TaskSampler`, and what tells tasks apart,
+:class:`TaskIdentity`.
 
-A task is a pure function of a counter: an environment samples task 0, 1, 2, ..., and the counter is all its state. Two
-seeds may give the same task (a game has only so many secrets, a data set so many rows). Tasks are told apart by their
-hidden state or, where that is unknown, their first observation. This module draws no random numbers and knows no
-environments.
+A task is a pure function of a counter: an environment samples task 0, 1, 2, ..., and the counter is
+all its state. Two seeds may give the same task (a game has only so many secrets, a data set so many
+rows). Tasks are told apart by their hidden state or, where that is unknown, their first
+observation. This module draws no random numbers and knows no environments.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from torchrl_llm.utils.options import Checked, ConfigError, Count, Natural, Posi
 Stream = Literal["train", "eval", "test"]
 
 STREAM_IDS = 2**40
-"""Group and episode ids of the n-th stream start at ``n * STREAM_IDS``, so that they are unique over the run."""
+"""Group and episode ids of the n-th stream start at ``n * STREAM_IDS``, so that they are unique
+over the run."""
 
 SEED_IDS = 2**28
 """Ids that each stream of each seed has, where ids are named by the seed too."""
 
 FLOOR = 0.05
-"""Added to the learnability of every environment, which is at most 0.25: none is forgotten, and their rates stay known."""
+"""Added to the learnability of every environment, which is at most 0.25: none is forgotten, and
+their rates stay known."""
 
 MEMORY = 32
 """Episodes of an environment that its recent success rate looks back on."""
@@ -63,9 +66,10 @@ class Stage:
 
     Attributes:
         first_group: number of the stream's group with which it begins.
-        weights: how often each environment of the mixture is sampled, relative to each other, >= 0 and not all 0; ``None``: in
-            turn.
-        options: of each environment, keyword arguments that it is made with, plain data; empty: none of any.
+        weights: how often each environment of the mixture is sampled, relative to each other, >= 0
+            and not all 0; ``None``: in turn.
+        options: of each environment, keyword arguments that it is made with, plain data; empty:
+            none of any.
 
     Raises:
         ConfigError: weights are negative, not finite, or all 0.
@@ -89,31 +93,37 @@ class Stage:
 class TaskSampler(Checked):
     """An endless sequence of tasks; ``task_sampler[i]`` is the i-th.
 
-    Groups are sampled one after the other, and the environments of a mixture in turn, a group each, or with probability
-    proportional to ``weights``: which one a group gets depends on (seed, stream, group) alone. Seeds are a hash of
-    (seed, stream, group); the streams share no seed. (Two seeds may still give the same task, see :class:`TaskIdentity`.) Several
-    workers share one stream without overlap: worker ``w`` of ``W`` samples the groups ``w, w + W, w + 2W, ...``.
+    Groups are sampled one after the other, and the environments of a mixture in turn, a group each,
+    or with probability proportional to ``weights``: which one a group gets depends on (seed,
+    stream, group) alone. Seeds are a hash of (seed, stream, group); the streams share no seed. (Two
+    seeds may still give the same task, see :class:`TaskIdentity`.) Several workers share one stream
+    without overlap: worker ``w`` of ``W`` samples the groups ``w, w + W, w + 2W, ...``.
 
-    A mixture may be sampled by recent success: from the first :meth:`learn` on, environment ``e`` is sampled with
-    ``weights[e] * (p (1 - p) + FLOOR)``, where ``p`` is its recent success rate. ``p (1 - p)`` is the learnability of a task
-    (Rutherford et al., *No Regrets*, 2024, arXiv:2408.15099; for language models Foster et al., *Learning to Reason at
-    the Frontier of Learnability*, 2025, arXiv:2502.12272): there is most to learn where half of the episodes are won, and
-    nothing where all or none are. The environment of a group then depends on (seed, stream, group, success rates).
+    A mixture may be sampled by recent success: from the first :meth:`learn` on, environment ``e``
+    is sampled with ``weights[e] * (p (1 - p) + FLOOR)``, where ``p`` is its recent success rate.
+    ``p (1 - p)`` is the learnability of a task (Rutherford et al., *No Regrets*, 2024,
+    arXiv:2408.15099; for language models Foster et al., *Learning to Reason at the Frontier of
+    Learnability*, 2025, arXiv:2502.12272): there is most to learn where half of the episodes are
+    won, and nothing where all or none are. The environment of a group then depends on (seed,
+    stream, group, success rates).
 
     Args:
         seed: determines the run's tasks; >= 0.
-        stream: ``"train"`` (default), ``"eval"`` (during a run) or ``"test"`` (before and after it).
+        stream: ``"train"`` (default), ``"eval"`` (during a run) or ``"test"`` (before and after
+            it).
         group_size: episodes that share a task; default 1.
         mixture_size: number of environments in the mixture; default 1.
-        weights: how often each environment of the mixture is sampled, relative to each other; all > 0. Default none: in turn.
+        weights: how often each environment of the mixture is sampled, relative to each other; all
+            > 0. Default none: in turn.
         worker: index of this worker; default 0.
         num_workers: number of workers that share the stream; default 1.
-        success: recent success rate of each environment, in [0, 1], updated by :meth:`learn`; only for
-            ``stream="train"``. Default none: nothing is adapted. It is progress, like the counter, and no setting: samplers
-            that differ in nothing else are equal.
+        success: recent success rate of each environment, in [0, 1], updated by :meth:`learn`; only
+            for ``stream="train"``. Default none: nothing is adapted. It is progress, like the
+            counter, and no setting: samplers that differ in nothing else are equal.
         stages: of a curriculum, added by :meth:`with_stage`, in order; progress too. Default none.
-        ids_by_seed: group and episode ids are unique over seeds (modulo 2**32) too, ``SEED_IDS`` a seed and stream, so that
-            environments with different seeds share none. Default False: ids count from the stream's first.
+        ids_by_seed: group and episode ids are unique over seeds (modulo 2**32) too, ``SEED_IDS`` a
+            seed and stream, so that environments with different seeds share none. Default False:
+            ids count from the stream's first.
 
     Examples:
         >>> task_sampler = TaskSampler(seed=3, group_size=2, mixture_size=2)
@@ -151,7 +161,8 @@ class TaskSampler(Checked):
                 raise ConfigError(
                     f"TaskSampler.{name} is {given!r}; expected {self.mixture_size} numbers, one an environment."
                 )
-            # Equal settings must be equal objects, whether they come from Python, YAML or a saved state.
+            # Equal settings must be equal objects, whether they come from Python, YAML or a saved
+            # state.
             object.__setattr__(self, name, None if given is None else tuple(map(float, given)))
         if self.success is not None and self.stream != "train":
             raise ValueError(
@@ -177,7 +188,8 @@ class TaskSampler(Checked):
         return self.worker + index // self.group_size * self.num_workers
 
     def index_of(self, episode_id: int, group_id: int) -> int | None:
-        """The index at which the tasks of this sampler have an episode; ``None``: it is of none of them.
+        """The index at which the tasks of this sampler have an episode; ``None``: it is of none of
+        them.
 
         Examples:
             >>> TaskSampler(group_size=2, worker=1, num_workers=3).index_of(15, 7)
@@ -200,7 +212,8 @@ class TaskSampler(Checked):
     def with_stage(
         self, index: int, *, weights: Sequence[float] | None = None, options: Sequence[Mapping[str, Any]] | None = None
     ) -> Self:
-        """The sampler whose tasks are others from ``index`` on, or from the next group on if that is within one.
+        """The sampler whose tasks are others from ``index`` on, or from the next group on if that
+        is within one.
 
         Tasks before it stay as they are, so that episodes may be running.
 
@@ -233,7 +246,8 @@ class TaskSampler(Checked):
     def base(self) -> int:
         """The lowest group and episode id of the stream, all workers together."""
         stream = get_args(Stream).index(self.stream)
-        # Bit 62 sets them apart from ids that count from the stream's first; 32 bits of the seed, 2 of the stream, 28 to count.
+        # Bit 62 sets them apart from ids that count from the stream's first; 32 bits of the seed, 2
+        # of the stream, 28 to count.
         return 2**62 + (self.seed % 2**32 * 4 + stream) * SEED_IDS if self.ids_by_seed else stream * STREAM_IDS
 
     @property
@@ -250,8 +264,9 @@ class TaskSampler(Checked):
     def learn(self, env_ids: Sequence[int], won: Sequence[bool]) -> Self:
         """The sampler with success rates updated from some episodes.
 
-        A rate moves by ``1 / MEMORY`` of the way to 0 or 1 for every episode, from 0.5 at the start; the episodes of one
-        call count alike, whatever their order. No episode may be running: its task would change.
+        A rate moves by ``1 / MEMORY`` of the way to 0 or 1 for every episode, from 0.5 at the
+        start; the episodes of one call count alike, whatever their order. No episode may be
+        running: its task would change.
 
         Args:
             env_ids: the environment of each episode, an index into the mixture.
@@ -295,7 +310,8 @@ class TaskIdentity(NamedTuple):
 
     Attributes:
         task_id: a hash of the hidden state, or of the first observation, an int64.
-        known: whether the hidden state is known; else tasks of the same first observation may differ.
+        known: whether the hidden state is known; else tasks of the same first observation may
+            differ.
     """
 
     task_id: int
@@ -312,10 +328,12 @@ def task_of(env: Any, observation: str, read_hidden: Callable[[Any], Any] | None
     """The identity of the task that an environment has just been reset to.
 
     Args:
-        env: a text environment. Its method ``hidden_state()``, if it has one, returns everything that defines this task, as an
-            object with a telling ``repr``, such as the secret and the rules; ``None``: the first observation shows all.
+        env: a text environment. Its method ``hidden_state()``, if it has one, returns everything
+            that defines this task, as an object with a telling ``repr``, such as the secret and the
+            rules; ``None``: the first observation shows all.
         observation: its first observation.
-        read_hidden: reads the same from an environment without that method; default ``None``: it is not known.
+        read_hidden: reads the same from an environment without that method; default ``None``: it is
+            not known.
 
     Examples:
         >>> class Coin:

@@ -1,17 +1,22 @@
 """What a chat template does, found out by rendering conversations: :func:`probe_template`.
 
-No template is known by its name. The probe renders conversations of up to four turns whose contents it can find again, and reads
-the template's own text off between them:
+No template is known by its name. The probe renders conversations of up to four turns whose contents
+it can find again, and reads the template's own text off between them:
 
 - *Frames*: what stands around a message, by its role. It must be the same for each message.
-- *The end of an answer* (:func:`torchrl_llm.stops.answer_end`): the first control token behind it. Where the template writes it
-  with the next message only, it may be another one for each role.
-- *What the generation prompt opens*, such as ``<think>\\n``: its tail, from the first token of a pair that encloses thinking.
-- *Pairs of tokens* that might enclose thinking: all opening and closing ones in the template's source (:func:`marker_pairs`).
-- *Texts* of the template at which it may cut answers, such as "Answer:": all that its expressions hold.
-- *Whether it appends*: an answer is written in the form in which the template itself writes it as the last message (with the
-  thought that the prompt opened, if any), plain, with a thought within each pair, and with thoughts around each text. Then messages are added, and the answer must
-  stay as it is. The thought of the prompt is part of the message's content, or in a field of its own if the template reads it there.
+- *The end of an answer* (:func:`torchrl_llm.stops.answer_end`): the first control token behind it.
+  Where the template writes it with the next message only, it may be another one for each role.
+- *What the generation prompt opens*, such as ``<think>\\n``: its tail, from the first token of a
+  pair that encloses thinking.
+- *Pairs of tokens* that might enclose thinking: all opening and closing ones in the template's
+  source (:func:`marker_pairs`).
+- *Texts* of the template at which it may cut answers, such as "Answer:": all that its expressions
+  hold.
+- *Whether it appends*: an answer is written in the form in which the template itself writes it as
+  the last message (with the thought that the prompt opened, if any), plain, with a thought within
+  each pair, and with thoughts around each text. Then messages are added, and the answer must stay
+  as it is. The thought of the prompt is part of the message's content, or in a field of its own if
+  the template reads it there.
 """
 
 from __future__ import annotations
@@ -29,7 +34,8 @@ from torchrl_llm.stops import answer_end, token_pattern
 
 History = Literal["refuse", "append"]
 
-_TURNS = 4  # the fewest with two messages between the first and the last, which must be rendered alike
+# the fewest with two messages between the first and the last, which must be rendered alike
+_TURNS = 4
 _THOUGHT = "hm, h0"
 _DROPS = "it drops thinking from earlier answers"
 _MARKER = re.compile(r"<[^<>\s'\"{}%(),]{1,40}>|\[/?[A-Z][A-Z_]+\]|\[/[a-z_]+\]|◁[^◁▷\s]{1,40}▷")
@@ -51,9 +57,10 @@ def probe_template(render: Renderer, control: Collection[str], history: History 
         history: ``"append"`` accepts a template that rewrites what it rendered before.
 
     Raises:
-        NotAppendOnlyError: the template changes what it rendered before, and ``history="refuse"``; or the text that it puts around
-            a message depends on the message or its place.
-        ChatTemplateError: the template refuses a conversation, or an answer is more than one message to it.
+        NotAppendOnlyError: the template changes what it rendered before, and ``history="refuse"``;
+            or the text that it puts around a message depends on the message or its place.
+        ChatTemplateError: the template refuses a conversation, or an answer is more than one
+            message to it.
 
     Examples:
         >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -65,7 +72,8 @@ def probe_template(render: Renderer, control: Collection[str], history: History 
 
 
 def marker_pairs(source: str, control: Collection[str]) -> list[Pair]:
-    """The pairs of an opening and a closing marker of which a template spells at least one; ``<think>`` always.
+    """The pairs of an opening and a closing marker of which a template spells at least one;
+    ``<think>`` always.
 
     Args:
         source: the template's text.
@@ -231,7 +239,8 @@ class _Probe:
         return f" \n{_answered(0)}\n " not in padded and _answered(0) in padded
 
     def _check_one_message(self) -> None:
-        """Refuse templates whose answers are several messages, each with a header that the model writes itself."""
+        """Refuse templates whose answers are several messages, each with a header that the model
+        writes itself."""
         end = answer_end(self.control, "", self._followed, _answered(0), _asked(1))
         written, within = self.tokens.findall(self._writes), {marker for pair in self._pairs for marker in pair}
         thought_ends = [self._end_of_thought(field) for field in self._fields]
@@ -250,7 +259,8 @@ class _Probe:
 
     @cached_property
     def _fields(self) -> dict[str, str]:
-        """The fields of a message whose thinking the template shows, with the last answer's text for each."""
+        """The fields of a message whose thinking the template shows, with the last answer's text
+        for each."""
         shown = {}
         for field in _THINKING_FIELDS:
             try:
@@ -269,7 +279,8 @@ class _Probe:
     # ---------------------------------------- whether it appends
 
     def _thinking_field(self, role: str) -> tuple[str | None, str | None]:
-        """The field in which a response's thinking is kept (``None``: the content), and how the template rewrites answers."""
+        """The field in which a response's thinking is kept (``None``: the content), and how the
+        template rewrites answers."""
         reasons = []
         for field in (None, *self._fields):
             reason = self._rewrites(role, field)
@@ -296,7 +307,8 @@ class _Probe:
         return None
 
     def _cuts(self, field: str | None) -> str | None:
-        """What the template does to answers that hold a text of its own, such as "Answer:"; ``None``: nothing."""
+        """What the template does to answers that hold a text of its own, such as "Answer:";
+        ``None``: nothing."""
         for text in self._texts:
             edge = text.strip()  # white space there is another matter: some templates trim answers
             answer = f"{edge}{_THOUGHT} {text} {_answered(0)} {text} {_THOUGHT}{edge}"
@@ -306,7 +318,8 @@ class _Probe:
             except ChatTemplateError:
                 continue
             before = self._prompt + said.response
-            # A control token is no text that a model writes: a template may take it out of messages.
+            # A control token is no text that a model writes: a template may take it out of
+            # messages.
             dropped = followed.count(_THOUGHT) < said.response.count(_THOUGHT)
             if dropped or not (followed.startswith(before) or self.tokens.search(text)):
                 return f"it changes answers with {text!r}: {_difference(before, followed)[1]}"
@@ -314,7 +327,8 @@ class _Probe:
 
     @cached_property
     def _texts(self) -> list[str]:
-        """The texts at which the template may cut a message, but for markers of pairs, which are tried as such."""
+        """The texts at which the template may cut a message, but for markers of pairs, which are
+        tried as such."""
         markers = {marker for pair in self._pairs for marker in pair}
         given = {
             value for name, value in self.render.kwargs.items() if name != "chat_template" and isinstance(value, str)
@@ -323,7 +337,8 @@ class _Probe:
         return [text for text in texts if text.strip() and not any(marker in text for marker in markers)]
 
     def _said(self, answer: str, pair: Pair | None, field: str | None) -> _Said:
-        """An answer, with a thought within ``pair``, in the form in which the template writes it as the last message."""
+        """An answer, with a thought within ``pair``, in the form in which the template writes it as
+        the last message."""
         opens, thought = self._opens * bool(self._closes), f"\n{_THOUGHT}\n{{}}\n\n"
         own = self._unclosed(self._fields[field].partition(_THOUGHT)[0]) if field else None
         response = thought.format(self._closes).lstrip() if opens else ""
@@ -364,7 +379,8 @@ class _Probe:
     def _tool_frame(self) -> Frame | None:
         """The frame of tool output; ``None``: the template has no such role.
 
-        A template that writes all roles it does not know as another one makes a system message, or an answer, of tool output.
+        A template that writes all roles it does not know as another one makes a system message, or
+        an answer, of tool output.
         """
         try:
             if self.history == "refuse" and self._thinking_field("tool")[1] is not None:
@@ -386,7 +402,8 @@ class _Probe:
             return None
 
     def _frames(self, role: str) -> tuple[Frame, Frame]:
-        """The frames of the first and of later messages, checked on conversations of up to four turns."""
+        """The frames of the first and of later messages, checked on conversations of up to four
+        turns."""
         renderings = self._render_turns(role, [Message("assistant", _answered(i)) for i in range(_TURNS - 1)])
         frames = [self._frame_of(rendering, i) for i, rendering in enumerate(renderings)]
         # The closing user message of a tool probe has a frame of its own.
@@ -417,7 +434,8 @@ class _Probe:
         return Frame(before[:-2], after[2:]) if padded[0] else Frame(before, after, trims=True)
 
     def _end(self, role: str, frame: Frame) -> str | None:
-        """The control token with which the template closes an answer before a message of this role."""
+        """The control token with which the template closes an answer before a message of this
+        role."""
         followed = self.render([_QUESTION, _ANSWER, Message(role, _asked(1))])
         end = answer_end(self.control, self._last, followed, _answered(0), _asked(1))
         if end is not None and end not in self.tokens.findall(frame.before):

@@ -37,16 +37,19 @@ class TemplateProperties:
 
     Attributes:
         first: the frame of the first message.
-        frames: the frames of later messages, by their role. That of ``"tool"`` is the user's if the template has no tool role.
-        opens: the tail of the generation prompt that belongs to the answer: the thought that it opens, such as ``<think>\\n``, or
-            an empty one. ``""``: there is none.
+        frames: the frames of later messages, by their role. That of ``"tool"`` is the user's if the
+            template has no tool role.
+        opens: the tail of the generation prompt that belongs to the answer: the thought that it
+            opens, such as ``<think>\\n``, or an empty one. ``""``: there is none.
         closes: the token that closes what ``opens`` leaves open; ``None``: it is closed, or empty.
-        writes: what the template writes between the generation prompt and a plain answer, such as an empty thought, or what closes
-            the one that ``opens`` has; a model writes that itself.
+        writes: what the template writes between the generation prompt and a plain answer, such as
+            an empty thought, or what closes the one that ``opens`` has; a model writes that itself.
         pairs: opening and closing tokens that may enclose thinking.
-        thinks: the pair that does: the one that the prompt opens, or that the template writes around a thought of a message, or
-            that it drops with what is in it; else ``("<think>", "</think>")``.
-        thinking_field: the field of a message that holds its thinking, such as ``reasoning_content``; ``None``: the content does.
+        thinks: the pair that does: the one that the prompt opens, or that the template writes
+            around a thought of a message, or that it drops with what is in it; else
+            ``("<think>", "</think>")``.
+        thinking_field: the field of a message that holds its thinking, such as
+            ``reasoning_content``; ``None``: the content does.
         trims_answers: whether the template strips the white space around an answer.
         tail: what the template writes behind the last answer.
         has_tool_role: whether it has a frame of its own for the output of tools.

@@ -1,4 +1,5 @@
-"""The tensors of :class:`~torchrl_llm.envs.GEMEnv`: its specs, and the observation made of its slots."""
+"""The tensors of :class:`~torchrl_llm.envs.GEMEnv`: its specs, and the observation made of its
+slots."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def set_specs(env: EnvBase, vocab_size: int) -> None:
 
 
 def observation_of(slots: Sequence[Slot], prompt: Tensor, extras: ExtraKinds, *, slides: bool) -> dict[Any, Tensor]:
-    """The observation of ``slots`` whose contexts are ``prompt`` ``[N, L]``, under the keys of the turn view."""
+    """The observation of ``slots`` whose contexts are ``prompt`` ``[N, L]``, under the keys of the
+    turn view."""
     values: dict[Any, list[int]] = {
         keys.PROMPT_LENGTH: [slot.length for slot in slots],
         keys.TURN: [slot.turn for slot in slots],
@@ -71,7 +73,8 @@ def observation_of(slots: Sequence[Slot], prompt: Tensor, extras: ExtraKinds, *,
     }
     if slides:
         values[keys.SEGMENT] = [slot.segment for slot in slots]
-    # One array of all: a tensor of a list takes longer than the rest, and by itself each of them would be one.
+    # One array of all: a tensor of a list takes longer than the rest, and by itself each of them
+    # would be one.
     table = torch.from_numpy(np.array([*values.values()], np.int64)).unsqueeze(-1)
     columns: dict[Any, Tensor] = dict(zip(values, table.unbind(), strict=True))
     columns[keys.SUCCESS] = columns[keys.STOP_REASON] == StopReason.WON
@@ -100,6 +103,7 @@ def responses_of(tensordict: TensorDictBase) -> list[list[int]]:
 
 
 def chosen_slots(tensordict: TensorDictBase | None, mask_key: str, count: int) -> list[int]:
-    """The slots that a mask of ``tensordict`` marks (``"_reset"``, ``"_step"``); all ``count`` without one."""
+    """The slots that a mask of ``tensordict`` marks (``"_reset"``, ``"_step"``); all ``count``
+    without one."""
     mask = None if tensordict is None else tensordict.get(mask_key, None)
     return list(range(count)) if mask is None else mask.flatten().nonzero().flatten().tolist()

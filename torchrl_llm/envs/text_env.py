@@ -1,8 +1,10 @@
-"""The protocol of text environments: :class:`TextEnv`, what it returns, how it fails, and where ids come from.
+"""The protocol of text environments: :class:`TextEnv`, what it returns, how it fails, and where ids
+come from.
 
-Any object with ``reset`` and ``step`` is a text environment. An id such as ``"world:coins"`` names one, if its family is
-registered (:func:`register_env_family`) or an installed package has it (:data:`FAMILY_GROUP`). GEM is such a family
-(:mod:`~torchrl_llm.envs.gem_catalog`); this module does not know it.
+Any object with ``reset`` and ``step`` is a text environment. An id such as ``"world:coins"`` names
+one, if its family is registered (:func:`register_env_family`) or an installed package has it
+(:data:`FAMILY_GROUP`). GEM is such a family (:mod:`~torchrl_llm.envs.gem_catalog`); this module
+does not know it.
 """
 
 from __future__ import annotations
@@ -32,33 +34,38 @@ SuccessBy = Literal["last", "return"]
 
 @runtime_checkable
 class TextEnv(Protocol):
-    """What :class:`~torchrl_llm.envs.GEMEnv` runs: any object with these two methods (``reset`` may take no seed).
+    """What :class:`~torchrl_llm.envs.GEMEnv` runs: any object with these two methods (``reset`` may
+    take no seed).
 
-    An environment may draw from the global generators of ``random`` and ``numpy.random``; they are its own during a call.
-    There is one set of them in a process, so such environments are called one at a time, also from several threads. An
-    environment that never uses them (it owns its generators, or asks a server) has the attribute ``thread_safe = True``;
-    then its calls run in parallel, and the global generators are neither seeded nor restored for it.
+    An environment may draw from the global generators of ``random`` and ``numpy.random``; they are
+    its own during a call. There is one set of them in a process, so such environments are called
+    one at a time, also from several threads. An environment that never uses them (it owns its
+    generators, or asks a server) has the attribute ``thread_safe = True``; then its calls run in
+    parallel, and the global generators are neither seeded nor restored for it.
 
-    Tasks are told apart by their first observations. An environment that hides a part of its task has a method
-    ``hidden_state()``, which returns after a reset everything that defines this task, as an object with a telling ``repr``,
-    such as the secret word and the rules; ``None`` says that nothing is hidden.
+    Tasks are told apart by their first observations. An environment that hides a part of its task
+    has a method ``hidden_state()``, which returns after a reset everything that defines this task,
+    as an object with a telling ``repr``, such as the secret word and the rules; ``None`` says that
+    nothing is hidden.
 
-    A class may declare ``extras = {"regret": float, "state": str}``: numbers and texts that it returns in the ``info`` of every
-    step, and that reach rows and reports (:mod:`~torchrl_llm.envs.extras`). It may declare ``single_turn = True`` (or
-    ``False``): whether every episode ends with its first response, which the setting ``granularity="auto"`` asks.
+    A class may declare ``extras = {"regret": float, "state": str}``: numbers and texts that it
+    returns in the ``info`` of every step, and that reach rows and reports
+    (:mod:`~torchrl_llm.envs.extras`). It may declare ``single_turn = True`` (or ``False``): whether
+    every episode ends with its first response, which the setting ``granularity="auto"`` asks.
     """
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Start an episode; return ``(text, info)``."""
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Process a response, a :class:`~torchrl_llm.envs.Response`; return ``(text, reward, terminated, truncated, info)``.
+        """Process a response, a :class:`~torchrl_llm.envs.Response`; return
+        ``(text, reward, terminated, truncated, info)``.
 
-        ``action`` is the whole response, with the thought that the chat template opened for it; ``action.text`` is the answer
-        behind the thinking.
+        ``action`` is the whole response, with the thought that the chat template opened for it;
+        ``action.text`` is the answer behind the thinking.
 
-        ``info["success"]``, where it is given with the termination, says whether the episode is a success; without it the
-        reward decides.
+        ``info["success"]``, where it is given with the termination, says whether the episode is a
+        success; without it the reward decides.
         """
 
 
@@ -94,7 +101,8 @@ class TextStep(NamedTuple):
             kinds: the extras that the environment declares; default none.
 
         Raises:
-            TypeError, ValueError: it is no step, its reward is not finite or too large (:data:`~torchrl_llm.episode.LARGEST_REWARD`), or a declared extra is missing.
+            TypeError, ValueError: it is no step, its reward is not finite or too large
+                (:data:`~torchrl_llm.episode.LARGEST_REWARD`), or a declared extra is missing.
         """
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[0], str)):
             raise TypeError(
@@ -127,7 +135,8 @@ class TextStep(NamedTuple):
 
 
 def read_reset(result: Any) -> tuple[str, str]:
-    """Check what ``reset`` returned; return its text, and the message with ``info``'s prefix and suffix.
+    """Check what ``reset`` returned; return its text, and the message with ``info``'s prefix and
+    suffix.
 
     Raises:
         TypeError: it is not ``(text, info)``.
@@ -138,7 +147,8 @@ def read_reset(result: Any) -> tuple[str, str]:
 
 
 def _read_info(method: str, info: Any) -> Mapping[str, Any]:
-    """Check what an environment returned as its ``info``; ``None`` is nothing, and so is an empty list, tuple or text."""
+    """Check what an environment returned as its ``info``; ``None`` is nothing, and so is an empty
+    list, tuple or text."""
     if not (info is None or isinstance(info, Mapping) or (isinstance(info, list | tuple | str) and not info)):
         raise TypeError(f"{method}() returned the info {info!r:.80}; expected a dictionary, such as {{}}")
     info = info or {}
@@ -162,7 +172,8 @@ def _of_coroutine(result: Any) -> str:
 
 
 def takes_seed(env: Any) -> bool:
-    """Whether ``reset`` takes a seed. The ``**kwargs`` of a wrapper take what ``reset`` of the environment in it takes.
+    """Whether ``reset`` takes a seed. The ``**kwargs`` of a wrapper take what ``reset`` of the
+    environment in it takes.
 
     Examples:
         >>> class Wrapper:
@@ -185,7 +196,8 @@ def takes_seed(env: Any) -> bool:
 def reset_env(env: Any, seed: int | None, *, first: bool = True) -> tuple[Any, bool]:
     """What ``reset`` returns, with ``seed`` if it takes one, and whether it does.
 
-    What ``reset(**kwargs)`` does with its arguments cannot always be seen by :func:`takes_seed`: it may refuse a seed.
+    What ``reset(**kwargs)`` does with its arguments cannot always be seen by :func:`takes_seed`: it
+    may refuse a seed.
 
     Args:
         env: the environment.
@@ -283,7 +295,8 @@ class EnvironmentFault(RuntimeError):
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """What faults that are alike have in common: the environment, the exception's class, and where or with what it was raised."""
+        """What faults that are alike have in common: the environment, the exception's class, and
+        where or with what it was raised."""
         return self.name, type(self.cause).__name__, _place(self.cause) or str(self.cause)
 
     @property
@@ -316,17 +329,20 @@ class EnvSpec:
 
     Attributes:
         name: for messages and metrics; its id, if it has one.
-        make: makes one; called once a slot, and again with other keyword arguments in a curriculum that has options.
+        make: makes one; called once a slot, and again with other keyword arguments in a curriculum
+            that has options.
         success_by: which reward decides about success (:class:`~torchrl_llm.envs.GEMEnv`).
         divide: whether the streams of training and evaluation use different rows of its data.
-        extras: what it returns in the ``info`` of every step, see :mod:`~torchrl_llm.envs.extras`; default nothing. Of a class
-            that is given as a factory, its own attribute ``extras``.
-        single_turn: whether every episode ends with its first response, whatever that is; ``None``: it is not known. Of a
-            class that is given as a factory, its own attribute ``single_turn``.
+        extras: what it returns in the ``info`` of every step, see :mod:`~torchrl_llm.envs.extras`;
+            default nothing. Of a class that is given as a factory, its own attribute ``extras``.
+        single_turn: whether every episode ends with its first response, whatever that is; ``None``:
+            it is not known. Of a class that is given as a factory, its own attribute
+            ``single_turn``.
 
     Raises:
         ValueError: ``success_by`` is neither ``"last"`` nor ``"return"``.
-        TypeError: ``extras`` is no mapping from names to ``float`` or ``str``, or ``single_turn`` is no boolean.
+        TypeError: ``extras`` is no mapping from names to ``float`` or ``str``, or ``single_turn``
+            is no boolean.
     """
 
     name: str
@@ -347,7 +363,8 @@ EnvSource = str | EnvSpec | Callable[..., TextEnv]
 """What names a text environment: an id, a factory, or an :class:`EnvSpec`."""
 
 FAMILY_GROUP = "torchrl_llm.env_families"
-"""The group of entry points by which installed packages, this one too, offer families: each is a family's name and resolver.
+"""The group of entry points by which installed packages, this one too, offer families: each is a
+family's name and resolver.
 
 A family's module is imported when the first of its ids is resolved."""
 
@@ -361,15 +378,18 @@ def installed_families() -> dict[str, EntryPoint]:
 
 
 def register_env_family(name: str, resolve: Callable[[str], EnvSpec]) -> None:
-    """Let ids that begin with ``name:`` be environments, wherever an id is taken (``GEMEnv``, settings, command line).
+    """Let ids that begin with ``name:`` be environments, wherever an id is taken (``GEMEnv``,
+    settings, command line).
 
-    Ids of no family are GEM's, so a family that is named as a part of GEM's ids (``"game"``) hides them. A package need not
-    call this: its entry points of the group ``torchrl_llm.env_families`` are found.
+    Ids of no family are GEM's, so a family that is named as a part of GEM's ids (``"game"``) hides
+    them. A package need not call this: its entry points of the group ``torchrl_llm.env_families``
+    are found.
 
     Args:
         name: of the family, without a colon. A family of that name is replaced, with a warning.
-        resolve: called with the whole id; returns an :class:`EnvSpec`, or raises :class:`UnknownEnvironmentError`. Its
-            ``make`` is sent to workers on Ray, so it must be picklable there.
+        resolve: called with the whole id; returns an :class:`EnvSpec`, or raises
+            :class:`UnknownEnvironmentError`. Its ``make`` is sent to workers on Ray, so it must be
+            picklable there.
 
     Raises:
         ValueError: ``name`` is empty or holds a colon.
@@ -392,7 +412,8 @@ def resolve_env(env: EnvSource) -> EnvSpec:
 
     Raises:
         MissingGEMError: it is an id of no family, and GEM cannot be imported.
-        EnvironmentUnavailableError: an installed package offers its family, and that cannot be imported.
+        EnvironmentUnavailableError: an installed package offers its family, and that cannot be
+            imported.
         UnknownEnvironmentError: no environment has this id; close matches are named.
         TypeError: the family's resolver returned something else than an :class:`EnvSpec`.
     """

@@ -1,13 +1,15 @@
 """The maths of turn-level reinforcement learning: pure functions on tensors.
 
-Everything here is vectorized, keeps no state, samples nothing and accumulates in float32 or wider. ``B`` episodes, ``T``
-turns, ``L`` tokens. ``turn_ids [B, L]`` is -1 wherever a token is not an action, and the action mask is always
-``turn_ids >= 0``. Entries off a mask are never read: they may hold anything, NaN included.
+Everything here is vectorized, keeps no state, samples nothing and accumulates in float32 or wider.
+``B`` episodes, ``T`` turns, ``L`` tokens. ``turn_ids [B, L]`` is -1 wherever a token is not an
+action, and the action mask is always ``turn_ids >= 0``. Entries off a mask are never read: they may
+hold anything, NaN included.
 
-Seven modules: ``turns`` (between tokens and turns), ``credit`` (returns, advantages), ``statistics`` (of a batch or a group:
-normalization, and metrics without a gradient), ``states`` (turns compared in the states that they share), ``trees`` (episodes that
-begin alike), ``surrogate`` (what is maximized, and how tokens are weighted) and ``ids``
-(whether episode and group ids are consistent). No TensorDict appears here: :mod:`torchrl_llm.objectives.estimators` and
+Seven modules: ``turns`` (between tokens and turns), ``credit`` (returns, advantages),
+``statistics`` (of a batch or a group: normalization, and metrics without a gradient), ``states``
+(turns compared in the states that they share), ``trees`` (episodes that begin alike), ``surrogate``
+(what is maximized, and how tokens are weighted) and ``ids`` (whether episode and group ids are
+consistent). No TensorDict appears here: :mod:`torchrl_llm.objectives.estimators` and
 :mod:`torchrl_llm.objectives.loss` read and write them.
 """
 

@@ -33,11 +33,13 @@ def importance_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def exponent(log_ratio: Tensor) -> Tensor:
-    """``log_ratio``, float32 or wider, but no more than a quarter of the logarithm of the largest float (22.2 in float32).
+    """``log_ratio``, float32 or wider, but no more than a quarter of the logarithm of the largest
+    float (22.2 in float32).
 
-    Its ``exp`` (4e9) then stays finite, and so do the products with advantages and the squares in gradient norms that are
-    made of it: an infinite ratio times the 0 of a clip, a mask or an advantage is NaN, in the value or in the gradient.
-    The gradient passes through the bound, so that a far too likely token is still pushed down, as by a ratio of that size.
+    Its ``exp`` (4e9) then stays finite, and so do the products with advantages and the squares in
+    gradient norms that are made of it: an infinite ratio times the 0 of a clip, a mask or an
+    advantage is NaN, in the value or in the gradient. The gradient passes through the bound, so
+    that a far too likely token is still pushed down, as by a ratio of that size.
     """
     x = wide(log_ratio)
     most = math.log(torch.finfo(x.dtype).max) / 4
@@ -57,7 +59,8 @@ def check_shapes(**tensors: Tensor | None) -> None:
 
 
 def joint_labels(*parts: Tensor) -> Tensor:
-    """Numbers 0, 1, ... in the shape of the first of ``parts``, int64 tensors that broadcast to it: equal where all of them are."""
+    """Numbers 0, 1, ... in the shape of the first of ``parts``, int64 tensors that broadcast to it:
+    equal where all of them are."""
     label = parts[0].unique(return_inverse=True)[1]
     for part in parts[1:]:
         # Part by part: unique(dim=0) compares rows, and takes twenty times as long.
@@ -67,7 +70,8 @@ def joint_labels(*parts: Tensor) -> Tensor:
 
 
 def label_totals(score: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum (float64) and number of the scores with the label of each, in the shape of ``score``; labels are small integers."""
+    """Sum (float64) and number of the scores with the label of each, in the shape of ``score``;
+    labels are small integers."""
     flat = label.flatten()
     size = int(flat.max()) + 1
     total = torch.zeros(size, dtype=torch.float64, device=score.device).index_add(0, flat, score.double().flatten())

@@ -22,7 +22,8 @@ __all__ = [
 
 
 def _reverse_scan(x: Tensor, decay: Tensor, last: Tensor | None = None) -> Tensor:
-    """``y_t = x_t + decay_t * y_{t+1}`` along the last dimension, with ``y_T = last``, in log2(T) steps.
+    """``y_t = x_t + decay_t * y_{t+1}`` along the last dimension, with ``y_T = last``, in log2(T)
+    steps.
 
     Recursive doubling (Hillis and Steele, 1986, "Data parallel algorithms").
     """
@@ -39,7 +40,8 @@ def _reverse_scan(x: Tensor, decay: Tensor, last: Tensor | None = None) -> Tenso
 def _turn_inputs(
     reward: Tensor, mask: Tensor, gamma: float, bootstrap: Tensor | None, acted: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reward ``[B, T]``, bootstrap ``[B]`` and acted ``[B, T]``, sanitized, and the discount of each turn ``[B, T]``.
+    """Reward ``[B, T]``, bootstrap ``[B]`` and acted ``[B, T]``, sanitized, and the discount of
+    each turn ``[B, T]``.
 
     The discount of a turn is ``gamma`` if it was taken, and 1 in a gap of the mask.
     """
@@ -52,7 +54,8 @@ def _turn_inputs(
 def turn_returns(
     reward: Tensor, mask: Tensor, gamma: float, bootstrap: Tensor | None = None, *, acted: Tensor | None = None
 ) -> Tensor:
-    """Discounted returns: ``G_k = r_k + gamma * G_{k+1}``, from every turn to the end of the episode.
+    """Discounted returns: ``G_k = r_k + gamma * G_{k+1}``, from every turn to the end of the
+    episode.
 
     Args:
         reward: ``[B, T]``.
@@ -60,7 +63,8 @@ def turn_returns(
         gamma: discount per turn.
         bootstrap: ``[B]``, what follows the last turn; 0 by default.
         acted: ``[B, T]`` bool, the turns with an action token; all of ``mask`` by default. A turn
-            without one counts as time and reward, but is no decision: it is folded into the one before.
+            without one counts as time and reward, but is no decision: it is folded into the one
+            before.
 
     Returns:
         ``[B, T]``, float32 or wider; 0 where nothing was decided.
@@ -95,10 +99,12 @@ def episode_return(reward: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
 
 
 def discount(mask: Tensor, gamma: float) -> Tensor:
-    """The discount of each step's reward, seen from the start: ``gamma`` to the number of steps before it.
+    """The discount of each step's reward, seen from the start: ``gamma`` to the number of steps
+    before it.
 
     Args:
-        mask: ``[B, T]`` bool, the turns (or action tokens) that were taken. A gap in it costs no discount.
+        mask: ``[B, T]`` bool, the turns (or action tokens) that were taken. A gap in it costs no
+            discount.
         gamma: discount per step.
 
     Returns:
@@ -122,12 +128,14 @@ def turn_gae(
     *,
     acted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation with a turn as the step (Schulman et al., 2016, arXiv:1506.02438, eq. 16).
+    """Generalized advantage estimation with a turn as the step (Schulman et al., 2016,
+    arXiv:1506.02438, eq. 16).
 
-    ``delta_k = r_k + gamma * V_{k+1} - V_k``; ``A_k = delta_k + gamma * lmbda * A_{k+1}``; ``target_k = A_k + V_k``.
-    A turn without an action token is folded into the decision before it, which then spans two steps of
-    time: ``delta = r + gamma * r' + gamma^2 * V_next - V``, and the next advantage decays by ``gamma^2 * lmbda``.
-    A reward before the first decision belongs to no action and is left out.
+    ``delta_k = r_k + gamma * V_{k+1} - V_k``; ``A_k = delta_k + gamma * lmbda * A_{k+1}``;
+    ``target_k = A_k + V_k``. A turn without an action token is folded into the decision before it,
+    which then spans two steps of time: ``delta = r + gamma * r' + gamma^2 * V_next - V``, and the
+    next advantage decays by ``gamma^2 * lmbda``. A reward before the first decision belongs to no
+    action and is left out.
 
     Args:
         reward: ``[B, T]``.
@@ -135,7 +143,8 @@ def turn_gae(
         mask: ``[B, T]`` bool, the turns that were taken. A gap in it costs no discount.
         gamma: discount per turn.
         lmbda: the trade-off of bias against variance, per decision.
-        bootstrap: ``[B]``, the value of what follows the last turn; 0 by default (the episode terminated).
+        bootstrap: ``[B]``, the value of what follows the last turn; 0 by default (the episode
+            terminated).
         acted: ``[B, T]`` bool, the turns with an action token; all of ``mask`` by default.
 
     Returns:
@@ -155,7 +164,8 @@ def turn_gae(
 
 
 def _next_values(reward: Tensor, value: Tensor, acted: Tensor, idle: Tensor, bootstrap: Tensor) -> Tensor:
-    """The value of the state after each turn, ``[B, T]``: the value of the next decision, plus the rewards in between."""
+    """The value of the state after each turn, ``[B, T]``: the value of the next decision, plus the
+    rewards in between."""
     ahead = _reverse_scan(torch.where(acted, value, reward), torch.where(acted, 0.0, idle), bootstrap)
     return torch.cat([ahead[:, 1:], bootstrap.unsqueeze(-1).to(ahead.dtype)], -1)
 
@@ -172,26 +182,32 @@ def turn_vtrace(
     c_clip: float = 1.0,
     acted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """V-trace with a turn as the step, for episodes of an older policy (Espeholt et al., 2018, arXiv:1802.01561).
+    """V-trace with a turn as the step, for episodes of an older policy (Espeholt et al., 2018,
+    arXiv:1802.01561).
 
-    ``v_k = V_k + rho_k delta_k + gamma c_k (v_{k+1} - V_{k+1})``, with ``rho_k = min(rho_clip, ratio_k)``,
-    ``c_k = min(c_clip, ratio_k)`` and ``delta_k = r_k + gamma V_{k+1} - V_k`` (eq. 1); the advantage is
-    ``rho_k (r_k + gamma v_{k+1} - V_k)`` (sec. 4.2). On-policy, without clips, the target is the return.
+    ``v_k = V_k + rho_k delta_k + gamma c_k (v_{k+1} - V_{k+1})``, with
+    ``rho_k = min(rho_clip, ratio_k)``, ``c_k = min(c_clip, ratio_k)`` and
+    ``delta_k = r_k + gamma V_{k+1} - V_k`` (eq. 1); the advantage is
+    ``rho_k (r_k + gamma v_{k+1} - V_k)`` (sec. 4.2). On-policy, without clips, the target is the
+    return.
 
     Args:
         reward: ``[B, T]``.
         value: ``[B, T]``, the value of the state before each turn.
-        log_rho: ``[B, T]``, log of the turn's probability under the present policy over its probability under the sampling policy.
+        log_rho: ``[B, T]``, log of the turn's probability under the present policy over its
+            probability under the sampling policy.
         mask: ``[B, T]`` bool, the turns that were taken. A gap in it costs no discount.
         gamma: discount per turn.
-        bootstrap: ``[B]``, the value of what follows the last turn; 0 by default (the episode terminated).
-        rho_clip: cap of the ratio in the advantage and in ``delta``; it decides which policy's value is learned.
+        bootstrap: ``[B]``, the value of what follows the last turn; 0 by default (the episode
+            terminated).
+        rho_clip: cap of the ratio in the advantage and in ``delta``; it decides which policy's
+            value is learned.
         c_clip: cap of the ratio on the way back; it decides how fast.
         acted: ``[B, T]`` bool, the turns with an action token; all of ``mask`` by default.
 
     Returns:
-        advantage and value target, ``[B, T]`` each, float32 or wider; 0 where nothing was decided. The advantage holds
-        the ratio already.
+        advantage and value target, ``[B, T]`` each, float32 or wider; 0 where nothing was decided.
+        The advantage holds the ratio already.
 
     Examples:
         >>> reward, value = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]])
@@ -209,12 +225,14 @@ def turn_vtrace(
 
     decay = torch.where(acted, gamma * ratio.clamp_max(c_clip), idle)
     target = value + masked(_reverse_scan(weighted_delta(value), decay), acted)
-    # With v for V in the next state, the delta is the advantage of section 4.2; its V_k stays the critic's.
+    # With v for V in the next state, the delta is the advantage of section 4.2; its V_k stays the
+    # critic's.
     return weighted_delta(target), target
 
 
 def token_rewards(reward: Tensor, turn_ids: Tensor, mask: Tensor) -> Tensor:
-    """Put each turn's reward on its last action token; without one, on the last action token before the turn.
+    """Put each turn's reward on its last action token; without one, on the last action token before
+    the turn.
 
     Args:
         reward: ``[B, T]``.
@@ -222,7 +240,8 @@ def token_rewards(reward: Tensor, turn_ids: Tensor, mask: Tensor) -> Tensor:
         mask: ``[B, T]`` bool, the turns that were taken.
 
     Returns:
-        ``[B, L]``, float32 or wider. A reward before the first action token belongs to no action and is left out.
+        ``[B, L]``, float32 or wider. A reward before the first action token belongs to no action
+        and is left out.
 
     Examples:
         >>> token_rewards(torch.tensor([[1.0, 2.0]]), torch.tensor([[-1, 0, 0, -1, 1]]), torch.ones(1, 2) > 0)
@@ -252,8 +271,8 @@ def token_gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation with an action token as the step.
 
-    ``gamma`` and ``lmbda`` apply per action token. Prompt and feedback tokens cost nothing and do not cut credit; the
-    reward lies where :func:`token_rewards` puts it.
+    ``gamma`` and ``lmbda`` apply per action token. Prompt and feedback tokens cost nothing and do
+    not cut credit; the reward lies where :func:`token_rewards` puts it.
 
     Args:
         reward: ``[B, T]``, per turn.
@@ -282,9 +301,11 @@ def token_gae(
 
 
 def overlong_penalty(length: Tensor, max_length: int, buffer: int) -> Tensor:
-    """Soft penalty on responses close to the length limit (DAPO, Yu et al., 2025, arXiv:2503.14476, eq. 13).
+    """Soft penalty on responses close to the length limit (DAPO, Yu et al., 2025, arXiv:2503.14476,
+    eq. 13).
 
-    0 up to ``max_length - buffer`` tokens, then falling linearly to -1 at ``max_length``, and -1 beyond.
+    0 up to ``max_length - buffer`` tokens, then falling linearly to -1 at ``max_length``, and -1
+    beyond.
 
     Args:
         length: any shape, tokens of each response.

@@ -1,4 +1,5 @@
-"""Checks of the ids of a batch: each episode occurs once, and the episodes of a group share a task."""
+"""Checks of the ids of a batch: each episode occurs once, and the episodes of a group share a
+task."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def group_fault(
 ) -> str | None:
     """The fault in the groups of a batch, as far as it can be seen; ``None`` if there is none.
 
-    The episodes of a group share a task, so that they come from one environment and begin with the same context.
+    The episodes of a group share a task, so that they come from one environment and begin with the
+    same context.
 
     Args:
         group_id: ``[B]`` int64.
@@ -78,7 +80,8 @@ def _first_of_group(group_id: Tensor) -> Tensor:
 
 
 def _begins_differently(tokens: Tensor, turn_ids: Tensor, first: Tensor) -> Tensor:
-    """Whether a row's first context differs from that of the ``first`` row of its group, ``[B]``."""
+    """Whether a row's first context differs from that of the ``first`` row of its group,
+    ``[B]``."""
     columns = torch.arange(turn_ids.shape[1], device=turn_ids.device)
     begin = torch.where(turn_ids == 0, columns, turn_ids.shape[1]).amin(1)
     responded = begin < turn_ids.shape[1]

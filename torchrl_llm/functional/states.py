@@ -20,7 +20,8 @@ Alone = Literal["turn", "return"]
 
 
 def prefix_states(tokens: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
-    """Number the turns by all tokens before their first action token: equal numbers mean equal tokens, exactly.
+    """Number the turns by all tokens before their first action token: equal numbers mean equal
+    tokens, exactly.
 
     Args:
         tokens: ``[B, L]`` int64.
@@ -40,7 +41,8 @@ def prefix_states(tokens: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
     start = edge_positions(turn_ids, num_turns, "first")
     if not len(tokens):
         return start
-    # In lexicographic order the rows with a prefix in common are neighbors: a prefix is numbered by the first of them.
+    # In lexicographic order the rows with a prefix in common are neighbors: a prefix is numbered by
+    # the first of them.
     rows, place = tokens.unique(dim=0, return_inverse=True)
     first_difference = (rows[1:] != rows[:-1]).int().argmax(1)
     return _first_alike(first_difference, place, start) * (tokens.shape[1] + 1) + start
@@ -57,7 +59,8 @@ def _first_alike(shared: Tensor, place: Tensor, length: Tensor) -> Tensor:
     Returns:
         ``[B, T]`` int64, places.
     """
-    # The least of the next 2**j numbers from each on: B * T * log(n) look-ups, where comparing all pairs takes B * T * n.
+    # The least of the next 2**j numbers from each on: B * T * log(n) look-ups, where comparing all
+    # pairs takes B * T * n.
     least, width = [shared], 1
     while 2 * width <= len(shared):
         least.append(torch.minimum(least[-1][:-width], least[-1][width:]))
@@ -71,7 +74,8 @@ def _first_alike(shared: Tensor, place: Tensor, length: Tensor) -> Tensor:
 
 
 def observation_states(tokens: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
-    """Number the turns by what lies between them and the action token before: the last observation, in its template.
+    """Number the turns by what lies between them and the action token before: the last observation,
+    in its template.
 
     Args and returns as :func:`prefix_states`. The observation of a first turn is the whole prompt.
 
@@ -93,11 +97,13 @@ def observation_states(tokens: Tensor, turn_ids: Tensor, num_turns: int) -> Tens
 
 
 def _number_texts(tokens: Tensor, begin: Tensor, size: Tensor) -> Tensor:
-    """Numbers ``[B, T]`` that are equal where texts are: ``size`` tokens of a row from ``begin`` on, ``[B, T]`` each."""
+    """Numbers ``[B, T]`` that are equal where texts are: ``size`` tokens of a row from ``begin``
+    on, ``[B, T]`` each."""
     number, found, width = torch.zeros_like(begin), 0, 1
     row = torch.arange(len(tokens), device=tokens.device).view(-1, 1).expand_as(begin)
     longest = int(size.max())
-    # Equal texts are equally long. So they are compared among those of about their length: one prompt is as long as many answers.
+    # Equal texts are equally long. So they are compared among those of about their length: one
+    # prompt is as long as many answers.
     while longest:
         chosen = (size <= width) & (size > width // 2)
         column = torch.arange(width, device=tokens.device)
@@ -126,18 +132,20 @@ def state_relative(
 ) -> Tensor:
     """Score relative to the turns of the other episodes of the group that were in the same state.
 
-    The baseline of a turn is a mean over turns of *other* episodes, whichever they are: given the state it does not depend
-    on the turn's own action, so that no state, however coarse, biases the gradient. Groups of states that hold the
-    episode itself, that give a turn without company no advantage, or that divide by a standard deviation (GiGPO, Feng et al., 2025,
-    arXiv:2505.10978) do bias it.
+    The baseline of a turn is a mean over turns of *other* episodes, whichever they are: given the
+    state it does not depend on the turn's own action, so that no state, however coarse, biases the
+    gradient. Groups of states that hold the episode itself, that give a turn without company no
+    advantage, or that divide by a standard deviation (GiGPO, Feng et al., 2025, arXiv:2505.10978)
+    do bias it.
 
     Args:
         score: ``[B, T]``, the return from each turn on.
         state: ``[B, T]`` int64, equal for turns in the same state.
         group_id: ``[B]`` int64.
         acted: ``[B, T]`` bool, the turns that were decided.
-        alone: a turn whose state no other episode of the group was in is compared with the mean of the others at the same ``"turn"``
-            (0 for an episode that is over by then), or keeps its ``"return"``.
+        alone: a turn whose state no other episode of the group was in is compared with the mean of
+            the others at the same ``"turn"`` (0 for an episode that is over by then), or keeps its
+            ``"return"``.
         unit: ``[B, T]`` int64, :func:`tree_units` of rows of trees; ``None``: every episode is one.
         group_size, partial: see :func:`group_relative`.
 
@@ -171,7 +179,8 @@ def state_relative(
 
 
 def state_company(state: Tensor, group_id: Tensor, acted: Tensor, unit: Tensor | None = None) -> Tensor:
-    """How many turns of the other episodes of its group :func:`state_relative` compares each turn with.
+    """How many turns of the other episodes of its group :func:`state_relative` compares each turn
+    with.
 
     Args:
         state: ``[B, T]`` int64, equal for turns in the same state.
@@ -201,7 +210,8 @@ def _episodes(state: Tensor) -> Tensor:
 
 
 def _of_others(score: Tensor, state: Tensor, group: Tensor, acted: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum and number, ``[B, T]``, of the scores of turns in the same state that do not depend on a turn's action."""
+    """Sum and number, ``[B, T]``, of the scores of turns in the same state that do not depend on a
+    turn's action."""
     # A turn without a decision is in a state of its own, so that it is no company.
     silent = torch.where(acted, -1, torch.arange(state.numel(), device=state.device).view_as(state))
     of_group = joint_labels(torch.where(acted, state, 0), group.view(-1, 1), silent)
@@ -209,8 +219,8 @@ def _of_others(score: Tensor, state: Tensor, group: Tensor, acted: Tensor, unit:
     def within(label: Tensor) -> tuple[Tensor, Tensor]:
         return label_totals(score, joint_labels(of_group, label))
 
-    # On a turn before the branch all of its tree depends, also behind; on one from the branch on its own row, also the turns
-    # before, whose returns hold what it earned.
+    # On a turn before the branch all of its tree depends, also behind; on one from the branch on
+    # its own row, also the turns before, whose returns hold what it earned.
     of_tree = unit == unit[:, :1]
     (total, number), tree, row = label_totals(score, of_group), within(unit[:, :1]), within(_episodes(state))
     ours, count = (torch.where(of_tree, *both) for both in zip(tree, row, strict=True))

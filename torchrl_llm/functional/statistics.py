@@ -1,4 +1,5 @@
-"""Statistics over a batch or a group: normalization of returns and advantages, and metrics, which enter no gradient."""
+"""Statistics over a batch or a group: normalization of returns and advantages, and metrics, which
+enter no gradient."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ Scale = Literal["std", "batch", "mean", "none"]
 Partial = Literal["error", "allow"]
 """What happens to groups of another size."""
 
-# Float32 rounds by 6e-8 of a number: sums of the same rewards in another order differ by a few times that.
+# Float32 rounds by 6e-8 of a number: sums of the same rewards in another order differ by a few
+# times that.
 SPREAD_TOLERANCE = 1e-6
 """Numbers whose standard deviation is at most this times ``max(1, |mean|)`` count as equal."""
 
@@ -42,7 +44,8 @@ Statistics = tuple[Tensor, Tensor, Tensor]
 
 
 def _has_spread(mean: Tensor, std: Tensor) -> Tensor:
-    # Not ">": numbers that are NaN or infinite are not equal ones, and must not become advantages of 0.
+    # Not ">": numbers that are NaN or infinite are not equal ones, and must not become advantages
+    # of 0.
     return ~((std <= SPREAD_TOLERANCE * mean.abs().clamp_min(1.0)) & mean.isfinite())
 
 
@@ -51,7 +54,8 @@ def _batch_statistics(x: Tensor, mask: Tensor, ddof: int, process_group: dist.Pr
     """Statistics over ``mask``, all ranks of the group included."""
     x = masked(x, mask)
     total, count = all_sum(torch.stack([x.sum(), mask.sum().to(x.dtype)]), process_group)
-    # Two passes: the difference of the mean square and the squared mean loses its digits in float32.
+    # Two passes: the difference of the mean square and the squared mean loses its digits in
+    # float32.
     mean = total / count.clamp_min(1.0)
     square = all_sum(masked(x - mean, mask).square().sum(), process_group)
     std = torch.where(count > ddof, square / (count - ddof).clamp_min(1.0), 0.0).sqrt()
@@ -59,9 +63,11 @@ def _batch_statistics(x: Tensor, mask: Tensor, ddof: int, process_group: dist.Pr
 
 
 def _center(score: Tensor, penalty: Tensor | None, statistics: Callable[[Tensor], Statistics]) -> Statistics:
-    """``score + penalty`` without its mean, its standard deviation, and whether ``score`` alone has a spread.
+    """``score + penalty`` without its mean, its standard deviation, and whether ``score`` alone has
+    a spread.
 
-    Without a spread the score counts for 0, so that rounding noise is never blown up to unit variance.
+    Without a spread the score counts for 0, so that rounding noise is never blown up to unit
+    variance.
     """
     spread = statistics(score)[2]
     score = torch.where(spread, score, 0.0)
@@ -82,21 +88,23 @@ def standardize(
 ) -> Tensor:
     """Standardize over ``mask``: ``(x - mean) / (std + eps)``.
 
-    Whitens advantages, and is return batch normalization on returns. Numbers that are equal but for rounding
-    (``std <= 1e-6 * max(1, |mean|)``) become 0, and the penalty enters centered but unscaled. Mean and standard deviation
-    are constants to autograd.
+    Whitens advantages, and is return batch normalization on returns. Numbers that are equal but for
+    rounding (``std <= 1e-6 * max(1, |mean|)``) become 0, and the penalty enters centered but
+    unscaled. Mean and standard deviation are constants to autograd.
 
     Args:
         x: any shape.
         mask: bool, the shape of ``x``.
         ddof: the variance divides by ``count - ddof``.
         eps: added to the standard deviation.
-        process_group: take the statistics over all ranks of this group (``None``: of this process only).
-        penalty: the shape of ``x``, added to it: the returns of a KL penalty in the reward. Whether there is a spread is
-            judged on ``x`` alone.
+        process_group: take the statistics over all ranks of this group (``None``: of this process
+            only).
+        penalty: the shape of ``x``, added to it: the returns of a KL penalty in the reward. Whether
+            there is a spread is judged on ``x`` alone.
 
     Returns:
-        The shape of ``x``, float32 or wider; 0 off the mask, NaN on it if one of the numbers is NaN or infinite.
+        The shape of ``x``, float32 or wider; 0 off the mask, NaN on it if one of the numbers is NaN
+        or infinite.
 
     Examples:
         >>> standardize(torch.tensor([1.0, 3.0, 99.0]), torch.tensor([True, True, False]), ddof=0)
@@ -147,39 +155,52 @@ def group_relative(
     unit: Tensor | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Score relative to the episodes of the same group (GRPO, Shao et al., 2024, arXiv:2402.03300, sec. 4.1.2).
+    """Score relative to the episodes of the same group (GRPO, Shao et al., 2024, arXiv:2402.03300,
+    sec. 4.1.2).
 
-    ``"leave_one_out"`` takes the mean of the others (RLOO, Ahmadian et al., 2024, arXiv:2402.14740); ``scale="none"``
-    leaves out the division (Dr. GRPO, Liu et al., 2025, arXiv:2503.20783); ``scale="batch"`` divides by the standard deviation
-    of the whole batch (Liu et al., 2025, arXiv:2508.08221), so that a rare outcome does not weigh more than others where the
-    rest of its group agrees. ``scale="mean"`` divides by the group's mean (MaxRL, Tajwar et al., 2026, arXiv:2602.02710, eq. 10):
-    for scores of 0 and 1 in groups of ``n`` the expected gradient is that of ``pass@1 + pass@2 / 2 + ... + pass@(n-1) / (n-1)``, which
-    becomes the logarithm of the success rate as ``n`` grows.
+    ``"leave_one_out"`` takes the mean of the others (RLOO, Ahmadian et al., 2024,
+    arXiv:2402.14740); ``scale="none"`` leaves out the division (Dr. GRPO, Liu et al., 2025,
+    arXiv:2503.20783); ``scale="batch"`` divides by the standard deviation of the whole batch (Liu
+    et al., 2025, arXiv:2508.08221), so that a rare outcome does not weigh more than others where
+    the rest of its group agrees. ``scale="mean"`` divides by the group's mean (MaxRL, Tajwar et
+    al., 2026, arXiv:2602.02710, eq. 10): for scores of 0 and 1 in groups of ``n`` the expected
+    gradient is that of ``pass@1 + pass@2 / 2 + ... + pass@(n-1) / (n-1)``, which becomes the
+    logarithm of the success rate as ``n`` grows.
 
     Args:
-        score: ``[B]``, the episode's return; or ``[B, T]``, compared column by column: the return from each turn on,
-            0 for an episode that is over by then.
+        score: ``[B]``, the episode's return; or ``[B, T]``, compared column by column: the return
+            from each turn on, 0 for an episode that is over by then.
         group_id: ``[B]`` int64.
         baseline: subtract the group's mean, or the mean of the others.
-        scale: divide by the standard deviation of the group's scores (``"std"``), by that of all scores (``"batch"``), by the
-            ``"mean"`` of the group's scores, which must not be negative, or not.
+        scale: divide by the standard deviation of the group's scores (``"std"``), by that of all
+            scores (``"batch"``), by the ``"mean"`` of the group's scores, which must not be
+            negative, or not.
         ddof: the variance divides by ``size - ddof``.
-        eps: added to the standard deviation (and not to the mean, which is not 0 where scores differ).
-        group_size: how many episodes a group has; ``None``: as many as the largest one in the batch.
-        partial: ``"error"`` raises ``ValueError`` on a group of another size, ``"allow"`` takes what there is.
-        penalty: the shape of ``score``, added to it: the return of a KL penalty in the reward. Whether there is a spread is
-            judged on ``score`` alone. Where it has none it counts for 0 and the penalty enters centered but unscaled.
-        mask: bool, the shape of ``score``: those of which ``"batch"`` takes the standard deviation; ``None``: all.
-        unit: int64, the shape of ``score``, :func:`tree_units` of rows of trees: ``"leave_one_out"`` leaves out the unit, and needs
-            another one in the group; ``None``: every episode is one.
-        process_group: ``"batch"`` means the rows of all ranks of this group (``None``: of this process only).
+        eps: added to the standard deviation (and not to the mean, which is not 0 where scores
+            differ).
+        group_size: how many episodes a group has; ``None``: as many as the largest one in the
+            batch.
+        partial: ``"error"`` raises ``ValueError`` on a group of another size, ``"allow"`` takes
+            what there is.
+        penalty: the shape of ``score``, added to it: the return of a KL penalty in the reward.
+            Whether there is a spread is judged on ``score`` alone. Where it has none it counts for
+            0 and the penalty enters centered but unscaled.
+        mask: bool, the shape of ``score``: those of which ``"batch"`` takes the standard deviation;
+            ``None``: all.
+        unit: int64, the shape of ``score``, :func:`tree_units` of rows of trees:
+            ``"leave_one_out"`` leaves out the unit, and needs another one in the group; ``None``:
+            every episode is one.
+        process_group: ``"batch"`` means the rows of all ranks of this group (``None``: of this
+            process only).
 
     Returns:
-        The shape of ``score``, float32 or wider; without a penalty 0 in a group of one and where a group's scores do not
-        differ (``std <= 1e-6 * max(1, |mean|)``); NaN in a group of which a score is NaN or infinite (``"batch"``: everywhere).
+        The shape of ``score``, float32 or wider; without a penalty 0 in a group of one and where a
+        group's scores do not differ (``std <= 1e-6 * max(1, |mean|)``); NaN in a group of which a
+        score is NaN or infinite (``"batch"``: everywhere).
 
     Raises:
-        ValueError: options that do not go together, a part of a group, a group of one tree, or ``scale="mean"`` with a negative score.
+        ValueError: options that do not go together, a part of a group, a group of one tree, or
+            ``scale="mean"`` with a negative score.
 
     Examples:
         >>> group_relative(torch.tensor([0.0, 1.0, 5.0, 5.0]), torch.tensor([4, 4, 9, 9]), scale="none")
@@ -237,20 +258,24 @@ def group_relative(
 def leave_one_out(
     score: Tensor, label: Tensor, counted: Tensor, process_group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Score relative to the mean of the others with the same label, of a batch that several processes may share.
+    """Score relative to the mean of the others with the same label, of a batch that several
+    processes may share.
 
-    What :func:`group_relative` with ``baseline="leave_one_out"`` is within groups, which no process cuts.
+    What :func:`group_relative` with ``baseline="leave_one_out"`` is within groups, which no process
+    cuts.
 
     Args:
-        score: ``[B]``; or ``[B, T]``, compared column by column, 0 for an episode that is over by then. ``T`` may differ between
-            processes.
+        score: ``[B]``; or ``[B, T]``, compared column by column, 0 for an episode that is over by
+            then. ``T`` may differ between processes.
         label: ``[B, n]`` int64, numbers that mean the same in every process.
         counted: ``[B]`` bool, the rows that others are compared with.
-        process_group: compare with the rows of all ranks of this group (``None``: of this process only).
+        process_group: compare with the rows of all ranks of this group (``None``: of this process
+            only).
 
     Returns:
-        The relative score, in the shape of ``score``, float32 or wider, 0 where there is no other; and how many others there are,
-        ``[B]`` int64. Both are meaningless for rows that do not count.
+        The relative score, in the shape of ``score``, float32 or wider, 0 where there is no other;
+        and how many others there are, ``[B]`` int64. Both are meaningless for rows that do not
+        count.
 
     Examples:
         >>> label = torch.tensor([[0], [0], [0], [1]])
@@ -272,7 +297,8 @@ def leave_one_out(
 def _over_ranks(
     labels: Tensor, sums: Tensor, counts: Tensor, process_group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Sums ``[n, T]`` and counts ``[n]`` of the labels of this rank, with those of the same labels on the others."""
+    """Sums ``[n, T]`` and counts ``[n]`` of the labels of this rank, with those of the same labels
+    on the others."""
     ranks: list[Any] = [None] * dist.get_world_size(process_group)
     # As objects: ranks have different labels, and episodes of different length.
     dist.all_gather_object(ranks, [x.cpu() for x in (labels, sums, counts)], group=process_group)
@@ -304,7 +330,8 @@ def effective_sample_size(log_ratio: Tensor, weight: Tensor) -> Tensor:
     check_shapes(log_ratio=log_ratio, weight=weight)
     counted = weight > 0
     log_ratio, weight = masked(log_ratio, counted), masked(weight, counted)
-    # The common factor of the ratios cancels; taking out the largest that counts avoids overflow and underflow.
+    # The common factor of the ratios cancels; taking out the largest that counts avoids overflow
+    # and underflow.
     if log_ratio.numel():
         log_ratio = log_ratio - torch.where(counted, log_ratio, log_ratio.min()).max()
     ratio = masked(log_ratio, counted).exp()
@@ -314,7 +341,8 @@ def effective_sample_size(log_ratio: Tensor, weight: Tensor) -> Tensor:
 
 
 def explained_variance(value: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """``1 - Var(target - value) / Var(target)`` under ``weight``; at most 1, and 0 for a constant value.
+    """``1 - Var(target - value) / Var(target)`` under ``weight``; at most 1, and 0 for a constant
+    value.
 
     Args:
         value: any shape, the predictions.

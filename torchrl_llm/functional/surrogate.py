@@ -1,4 +1,5 @@
-"""Policy objectives and the weights of tokens: ratios, clipping, KL, sampler corrections, loss weights."""
+"""Policy objectives and the weights of tokens: ratios, clipping, KL, sampler corrections, loss
+weights."""
 
 from __future__ import annotations
 
@@ -42,14 +43,17 @@ SamplerCorrection = Literal["truncate", "mask", "reject"]
 def pool_log_ratio(
     log_ratio: Tensor, turn_ids: Tensor, level: RatioLevel = "token", reduction: RatioReduction = "mean"
 ) -> Tensor:
-    """Pool the log-ratio over the unit that is clipped as one, and give it to each of the unit's tokens.
+    """Pool the log-ratio over the unit that is clipped as one, and give it to each of the unit's
+    tokens.
 
     Args:
         log_ratio: ``[B, L]``, new minus old log-prob.
         turn_ids: ``[B, L]`` int64, -1 off actions.
-        level: the unit: each token by itself, the turn, or the sequence (all action tokens of the row).
-        reduction: ``"sum"`` gives the ratio of the unit's probabilities, ``"mean"`` its length-normalized (geometric
-            mean) form, as in GSPO (Zheng et al., 2025, arXiv:2507.18071, eq. 7). Without effect at ``level="token"``.
+        level: the unit: each token by itself, the turn, or the sequence (all action tokens of the
+            row).
+        reduction: ``"sum"`` gives the ratio of the unit's probabilities, ``"mean"`` its
+            length-normalized (geometric mean) form, as in GSPO (Zheng et al., 2025,
+            arXiv:2507.18071, eq. 7). Without effect at ``level="token"``.
 
     Returns:
         ``[B, L]``, float32 or wider; 0 off actions.
@@ -81,9 +85,10 @@ def clipped_objective(
 ) -> tuple[Tensor, Tensor]:
     """PPO's clipped objective, to be maximized (Schulman et al., 2017, arXiv:1707.06347, eq. 7).
 
-    ``min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)``; unequal bounds as in DAPO (Yu et al., 2025,
-    arXiv:2503.14476, eq. 10). With ``dual_clip`` at least ``dual_clip * A`` where ``A < 0`` (Ye et al., 2020,
-    arXiv:1912.09729): a far too likely bad token is not pushed down without bound.
+    ``min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)``; unequal bounds as in DAPO (Yu
+    et al., 2025, arXiv:2503.14476, eq. 10). With ``dual_clip`` at least ``dual_clip * A`` where
+    ``A < 0`` (Ye et al., 2020, arXiv:1912.09729): a far too likely bad token is not pushed down
+    without bound.
 
     Args:
         log_ratio: any shape, new minus old log-prob.
@@ -114,9 +119,11 @@ def clipped_objective(
 
 
 def cispo_objective(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """CISPO's objective, to be maximized: the weight is clipped, not the gradient (MiniMax, 2025, arXiv:2506.13585, eqs. 4, 5).
+    """CISPO's objective, to be maximized: the weight is clipped, not the gradient (MiniMax, 2025,
+    arXiv:2506.13585, eqs. 4, 5).
 
-    ``stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log_ratio``: every token keeps its gradient.
+    ``stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log_ratio``: every token keeps
+    its gradient.
 
     Args:
         log_ratio: any shape, new minus old log-prob.
@@ -125,8 +132,8 @@ def cispo_objective(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_
         clip_high: how far the weight may rise above 1, >= 0.
 
     Returns:
-        The objective, and a bool mask of where the weight is clipped. At ``log_ratio = 0`` the objective is 0 and its
-        gradient the policy gradient's.
+        The objective, and a bool mask of where the weight is clipped. At ``log_ratio = 0`` the
+        objective is 0 and its gradient the policy gradient's.
 
     Examples:
         >>> log_ratio = torch.tensor([2.0]).log().requires_grad_()
@@ -152,11 +159,13 @@ def sampler_weights(
     level: RatioLevel = "token",
     reduction: RatioReduction = "sum",
 ) -> Tensor:
-    """Weights that correct for a sampler whose probabilities are not the trainer's: with ``w = old / sample``,
+    """Weights that correct for a sampler whose probabilities are not the trainer's: with
+    ``w = old / sample``,
 
-    - ``"truncate"``: ``min(w, high)`` (truncated importance sampling, Ionides, 2008; Yao et al., 2025);
-    - ``"mask"``: ``w`` within ``[low, high]``, else 0 (masked importance sampling; per token IcePop, Ling Team, 2025,
-      arXiv:2510.18855);
+    - ``"truncate"``: ``min(w, high)`` (truncated importance sampling, Ionides, 2008; Yao et al.,
+      2025);
+    - ``"mask"``: ``w`` within ``[low, high]``, else 0 (masked importance sampling; per token
+      IcePop, Ling Team, 2025, arXiv:2510.18855);
     - ``"reject"``: 1 within ``[low, high]``, else 0 (rejection without reweighing).
 
     Args:
@@ -167,11 +176,13 @@ def sampler_weights(
         low: lower bound, >= 0; ``"truncate"`` does not use it.
         high: upper bound, > low.
         level: the unit that has one weight, see :func:`pool_log_ratio`.
-        reduction: pool a unit's log-ratios by ``"sum"`` (ratio of its probabilities) or ``"mean"`` (geometric mean).
+        reduction: pool a unit's log-ratios by ``"sum"`` (ratio of its probabilities) or ``"mean"``
+            (geometric mean).
 
     Returns:
-        ``[B, L]``, float32 or wider, without gradient; 1 off actions. Sums over weighted tokens are not divided by what
-        is left: a token with weight 0 still counts in the loss weights, which do not depend on it.
+        ``[B, L]``, float32 or wider, without gradient; 1 off actions. Sums over weighted tokens are
+        not divided by what is left: a token with weight 0 still counts in the loss weights, which
+        do not depend on it.
 
     Examples:
         >>> old, sample = torch.tensor([[0.5, 0.5, 0.1]]).log(), torch.tensor([[0.5, 0.1, 0.5]]).log()
@@ -194,11 +205,13 @@ def sampler_weights(
 def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> Tensor:
     """Per-token estimate of ``KL(policy || reference)`` from tokens sampled from the policy.
 
-    With ``d = ref_log_prob - log_prob``: k1 ``-d``, k2 ``d^2 / 2``, k3 ``exp(d) - d - 1`` (Schulman, 2020,
-    "Approximating KL divergence"). k1 and k3 are unbiased, k2 is not; swapping the arguments estimates something else.
+    With ``d = ref_log_prob - log_prob``: k1 ``-d``, k2 ``d^2 / 2``, k3 ``exp(d) - d - 1``
+    (Schulman, 2020, "Approximating KL divergence"). k1 and k3 are unbiased, k2 is not; swapping the
+    arguments estimates something else.
 
-    As a term of a loss they differ: the gradient of k1 is zero in expectation, k2 has the gradient of the reverse KL
-    ``KL(policy || reference)``, k3 that of the forward KL ``KL(reference || policy)``.
+    As a term of a loss they differ: the gradient of k1 is zero in expectation, k2 has the gradient
+    of the reverse KL ``KL(policy || reference)``, k3 that of the forward KL
+    ``KL(reference || policy)``.
 
     Args:
         log_prob: any shape, of the policy that sampled the tokens.
@@ -231,20 +244,20 @@ def loss_weights(
 ) -> Tensor:
     """The weight of each token in the loss's sum, once per optimizer batch.
 
-    ``"token"``: ``1/N``, every token equal. ``"sequence"``: ``1/(B n_b)``, every episode equal. ``"turn"``:
-    ``1/(K n_bk)``, every turn equal. ``"constant"``: ``1/(B C)``, a fixed divisor (Dr. GRPO, arXiv:2503.20783). ``N``
-    action tokens, ``K`` turns and ``B`` episodes that have any; empty rows count for nothing. All but the last
-    sum to 1.
+    ``"token"``: ``1/N``, every token equal. ``"sequence"``: ``1/(B n_b)``, every episode equal.
+    ``"turn"``: ``1/(K n_bk)``, every turn equal. ``"constant"``: ``1/(B C)``, a fixed divisor (Dr.
+    GRPO, arXiv:2503.20783). ``N`` action tokens, ``K`` turns and ``B`` episodes that have any;
+    empty rows count for nothing. All but the last sum to 1.
 
     Args:
-        turn_ids: ``[B, L]`` int64 of the **whole** optimizer batch, -1 off actions. Micro-batches take slices of the
-            result.
+        turn_ids: ``[B, L]`` int64 of the **whole** optimizer batch, -1 off actions. Micro-batches
+            take slices of the result.
         kind: what counts equally.
         constant: ``C`` of ``kind="constant"`` in tokens per episode, > 0.
-        process_group: count over all ranks of this group (``None``: this process only). The loss is then a sum over
-            ranks.
-        row_weight: ``[B]``, each row counts as so many, its tokens and turns too; with ``"constant"`` the divisor stays what it is.
-            ``None``: as one.
+        process_group: count over all ranks of this group (``None``: this process only). The loss is
+            then a sum over ranks.
+        row_weight: ``[B]``, each row counts as so many, its tokens and turns too; with
+            ``"constant"`` the divisor stays what it is. ``None``: as one.
 
     Returns:
         ``[B, L]`` float32; 0 off actions.

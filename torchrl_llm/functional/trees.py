@@ -1,4 +1,5 @@
-"""Rows of a tree: episodes that begin with the same turns, because they were continued from one of them."""
+"""Rows of a tree: episodes that begin with the same turns, because they were continued from one of
+them."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ __all__ = ["mean_of_others", "tree_units"]
 def tree_units(tree_id: Tensor, branch_turn: Tensor, num_turns: int) -> Tensor:
     """Which rows a turn must not be compared with: those with the same number in its column.
 
-    Before a tree branches its rows have the same actions: the return of one depends on the turn of another, and would
-    bias its baseline. From there on they are sampled apart, and each row is a unit by itself. Where a tree did not branch, because
-    its episode had ended, other episodes of the task were played instead; that there are some depends on the
-    episode, so the tree stays one unit.
+    Before a tree branches its rows have the same actions: the return of one depends on the turn of
+    another, and would bias its baseline. From there on they are sampled apart, and each row is a
+    unit by itself. Where a tree did not branch, because its episode had ended, other episodes of
+    the task were played instead; that there are some depends on the episode, so the tree stays one
+    unit.
 
     Args:
         tree_id: ``[B]`` int64, equal for the rows of a tree.
@@ -40,7 +42,8 @@ def tree_units(tree_id: Tensor, branch_turn: Tensor, num_turns: int) -> Tensor:
 
 
 def mean_of_others(score: Tensor, group: Tensor, unit: Tensor) -> Tensor:
-    """The mean over the rows of a group that are not of the same unit, column by column; 0 where there is none.
+    """The mean over the rows of a group that are not of the same unit, column by column; 0 where
+    there is none.
 
     Args:
         score: ``[B, T]``.

@@ -37,7 +37,8 @@ def count_turns(turn_ids: Tensor) -> int:
 
 
 def check_turn_ids(turn_ids: Tensor, num_turns: int) -> None:
-    # On a GPU an index out of range fails an assertion in a kernel: it names nothing, and the CUDA context is lost.
+    # On a GPU an index out of range fails an assertion in a kernel: it names nothing, and the CUDA
+    # context is lost.
     if turn_ids.numel() and int(turn_ids.max()) >= num_turns:
         raise ValueError(
             f"turn_ids holds turn {int(turn_ids.max())}, but num_turns is {num_turns}; turns count from 0."
@@ -67,7 +68,8 @@ def turn_sum(x: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
 
 
 def turn_lengths(turn_ids: Tensor, num_turns: int) -> Tensor:
-    """Number of action tokens of each turn, ``[B, T]`` float32; a turn was *acted* where this is positive.
+    """Number of action tokens of each turn, ``[B, T]`` float32; a turn was *acted* where this is
+    positive.
 
     Examples:
         >>> turn_lengths(torch.tensor([[-1, 0, 0, -1, 2]]), 3)
@@ -77,7 +79,8 @@ def turn_lengths(turn_ids: Tensor, num_turns: int) -> Tensor:
 
 
 def turn_mean(x: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
-    """Mean over each turn's action tokens, ``[B, T]``; 0 where a turn has no token. Arguments as :func:`turn_sum`.
+    """Mean over each turn's action tokens, ``[B, T]``; 0 where a turn has no token. Arguments as
+    :func:`turn_sum`.
 
     Examples:
         >>> turn_mean(torch.tensor([[9.0, 1.0, 2.0, 9.0, 5.0]]), torch.tensor([[-1, 0, 0, -1, 2]]), 3)
@@ -87,7 +90,8 @@ def turn_mean(x: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
 
 
 def edge_positions(turn_ids: Tensor, num_turns: int, edge: Literal["first", "last"]) -> Tensor:
-    """``[B, T]`` int64 position of each turn's first or last token; meaningless (but in range) without a token."""
+    """``[B, T]`` int64 position of each turn's first or last token; meaningless (but in range)
+    without a token."""
     check_turn_ids(turn_ids, num_turns)
     rows, length = turn_ids.shape
     position = torch.arange(length, device=turn_ids.device).expand(rows, length)
@@ -105,10 +109,11 @@ def _turn_edge(x: Tensor, turn_ids: Tensor, num_turns: int, edge: Literal["first
 
 
 def turn_first(x: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
-    """The value at each turn's first action token, ``[B, T]``; 0 without a token. Arguments as :func:`turn_sum`.
+    """The value at each turn's first action token, ``[B, T]``; 0 without a token. Arguments as
+    :func:`turn_sum`.
 
-    On token-aligned values (index i is the value of the prefix before token i) this is the value of the state
-    before the turn.
+    On token-aligned values (index i is the value of the prefix before token i) this is the value of
+    the state before the turn.
 
     Examples:
         >>> turn_first(torch.tensor([[9.0, 1.0, 2.0, 9.0, 5.0]]), torch.tensor([[-1, 0, 0, -1, 2]]), 3)
@@ -118,7 +123,8 @@ def turn_first(x: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
 
 
 def turn_last(x: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
-    """The value at each turn's last action token, ``[B, T]``; 0 without a token. Arguments as :func:`turn_sum`.
+    """The value at each turn's last action token, ``[B, T]``; 0 without a token. Arguments as
+    :func:`turn_sum`.
 
     Examples:
         >>> turn_last(torch.tensor([[9.0, 1.0, 2.0, 9.0, 5.0]]), torch.tensor([[-1, 0, 0, -1, 2]]), 3)
@@ -130,8 +136,8 @@ def turn_last(x: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
 def turn_reduce(x: Tensor, turn_ids: Tensor, num_turns: int, reduction: ValueReduction = "first") -> Tensor:
     """:func:`turn_first`, :func:`turn_mean` or :func:`turn_last`, by name.
 
-    For values only ``"first"`` keeps the policy gradient unbiased: it is the value of the context before the action.
-    ``"mean"`` and ``"last"`` depend on the action's own tokens.
+    For values only ``"first"`` keeps the policy gradient unbiased: it is the value of the context
+    before the action. ``"mean"`` and ``"last"`` depend on the action's own tokens.
 
     Examples:
         >>> turn_reduce(torch.tensor([[1.0, 3.0]]), torch.tensor([[0, 0]]), 1, reduction="mean")

@@ -1,4 +1,5 @@
-"""Metrics by name, computed from rows; evaluations and pairs of them; what says that a run goes wrong."""
+"""Metrics by name, computed from rows; evaluations and pairs of them; what says that a run goes
+wrong."""
 
 from torchrl_llm.metrics.evaluated import Evaluation
 from torchrl_llm.metrics.paired import PairedComparison, mcnemar_p_value, paired_comparison

@@ -7,33 +7,41 @@ from collections.abc import Iterator, Mapping
 from statistics import fmean
 
 WINDOW = 5
-"""Iterations that the mean of the success rate is over: that of one batch of a hundred episodes moves by 0.1 by chance."""
+"""Iterations that the mean of the success rate is over: that of one batch of a hundred episodes
+moves by 0.1 by chance."""
 FALL = 0.15
-"""Loss of success below the best such mean: healthy runs on GuessTheNumber lost 0.11 at most, collapses 0.4 and more."""
+"""Loss of success below the best such mean: healthy runs on GuessTheNumber lost 0.11 at most,
+collapses 0.4 and more."""
 LONG_UPDATE = 0.05
-"""KL per action token, in nats: healthy updates of those runs moved the policy by less than 0.01, collapses by 0.1 and more."""
+"""KL per action token, in nats: healthy updates of those runs moved the policy by less than 0.01,
+collapses by 0.1 and more."""
 SETTLED = 0.02
 """Entropy of the first response, in nats, below which about one in 300 differs from the others."""
 
 
 REJECTED = 0.5
-"""Share of the action tokens that sampler_correction leaves out: for engines whose log-probs differ by rounding it is far below 0.1."""
+"""Share of the action tokens that sampler_correction leaves out: for engines whose log-probs differ
+by rounding it is far below 0.1."""
 
 
 SCATTERED = 3.0
-"""Growth of the entropy of a token, above :data:`NOISY` nats, that without more success is a policy that turns to noise."""
+"""Growth of the entropy of a token, above :data:`NOISY` nats, that without more success is a policy
+that turns to noise."""
 NOISY = 1.0
 
 
 FAR = 0.1
-"""KL to the reference, nats per action token, before the first update: 0.00 for a policy that begins as the reference, up to rounding."""
+"""KL to the reference, nats per action token, before the first update: 0.00 for a policy that
+begins as the reference, up to rounding."""
 
 
 class HealthRules:
-    """Finds, once of each kind, what precedes a collapse, and the collapse itself, in the metrics of a run.
+    """Finds, once of each kind, what precedes a collapse, and the collapse itself, in the metrics
+    of a run.
 
     Args:
-        teacher: the reference of the KL is a teacher, which is meant to be far away. Default ``False``.
+        teacher: the reference of the KL is a teacher, which is meant to be far away. Default
+            ``False``.
 
     Examples:
         >>> rules = HealthRules()
@@ -74,7 +82,8 @@ class HealthRules:
                 f"the update moved the policy by {kl:.2g} nats a token, more than {LONG_UPDATE}: one such update can undo a run. Set "
                 "target_kl to 0.01, which shortens its steps, or lower lr_actor.",
             )
-        # Not the mean over the steps of the update, which may have moved the policy that far itself.
+        # Not the mean over the steps of the update, which may have moved the policy that far
+        # itself.
         far = metrics.get("policy/kl_reference_start", 0.0)
         if far > FAR and self._iterations == 1 and not self.teacher:
             yield (
@@ -112,7 +121,8 @@ class HealthRules:
                 "are multiplied, and with top_p, top_k or min_p each is the share of the probability that was sampled from: set "
                 'sampler_level="token", wider sampler_bounds or sampler_correction="truncate", or sample without truncation.',
             )
-        # Advantages of 0 alone are no fault: with a teacher they are meant, and where all episodes are won.
+        # Advantages of 0 alone are no fault: with a teacher they are meant, and where all episodes
+        # are won.
         if self._without_credit >= WINDOW and not any(self._wins):
             yield (
                 "no credit",

@@ -18,7 +18,8 @@ _FAILED = "-" * 8
 
 @dataclass(frozen=True, kw_only=True)
 class PairedComparison:
-    """What changed, episode by episode, from one evaluation to another of the same games; printed as one line.
+    """What changed, episode by episode, from one evaluation to another of the same games; printed
+    as one line.
 
     Attributes:
         episodes: number of pairs, including those in which nothing changed.
@@ -41,7 +42,8 @@ class PairedComparison:
     @property
     def p(self) -> str:
         """The p-value for a sentence: ``"p = 0.07"``."""
-        return f"p = {self.p_value:.1g}" if self.p_value else "p < 1e-300"  # a float has no smaller ones
+        # a float has no smaller ones
+        return f"p = {self.p_value:.1g}" if self.p_value else "p < 1e-300"
 
     def __str__(self) -> str:
         left_out = f"; {self.left_out} more began otherwise" if self.left_out else ""
@@ -52,19 +54,21 @@ def paired_comparison(before: Evaluation, after: Evaluation) -> PairedComparison
     """Compare two evaluations of the same games, episode by episode.
 
     Pairs are episodes of the same rules and task (:attr:`Evaluation.task_digest`) that began alike
-    (:attr:`Evaluation.beginnings`). How the policy samples may differ: that is what is compared. An episode that is missing
-    because its reset failed counts as not won.
+    (:attr:`Evaluation.beginnings`). How the policy samples may differ: that is what is compared. An
+    episode that is missing because its reset failed counts as not won.
 
-    The p-value takes episodes as independent. Where they share few different tasks (:attr:`Evaluation.tasks`, such as the 10
-    targets of ``game:GuessTheNumber-v0-easy``), it is about these tasks alone: for tasks in general, an interval of the
-    difference that is clustered by task is usually wider than this p-value suggests.
+    The p-value takes episodes as independent. Where they share few different tasks
+    (:attr:`Evaluation.tasks`, such as the 10 targets of ``game:GuessTheNumber-v0-easy``), it is
+    about these tasks alone: for tasks in general, an interval of the difference that is clustered
+    by task is usually wider than this p-value suggests.
 
     Args:
         before: an evaluation, also one that was read from a file.
         after: one of other weights.
 
     Returns:
-        The comparison; ``None``: one of them is of a version that did not keep :attr:`Evaluation.beginnings`.
+        The comparison; ``None``: one of them is of a version that did not keep
+        :attr:`Evaluation.beginnings`.
 
     Raises:
         ValueError: they are of other games or tasks, or no episode began alike.
@@ -82,7 +86,8 @@ def paired_comparison(before: Evaluation, after: Evaluation) -> PairedComparison
 
 
 def paired_statistics(before: Mapping[str, Any], after: Mapping[str, Any]) -> PairedComparison | None:
-    """:func:`paired_comparison` of two :meth:`Evaluation.statistics`, also of a file of a later version."""
+    """:func:`paired_comparison` of two :meth:`Evaluation.statistics`, also of a file of a later
+    version."""
     if not all(each.get(name) for each in (before, after) for name in ("outcomes", "beginnings")):
         return None
     if before.get("task_digest") != after.get("task_digest"):
@@ -115,9 +120,11 @@ def _pieces(beginnings: str) -> list[str]:
 
 
 def mcnemar_p_value(gained: int, lost: int) -> float:
-    """The exact two-sided test of McNemar (1947): is a change as likely in one direction as in the other?
+    """The exact two-sided test of McNemar (1947): is a change as likely in one direction as in the
+    other?
 
-    Twice the smaller tail of the binomial distribution of ``gained`` among ``gained + lost`` with 1/2, at most 1.
+    Twice the smaller tail of the binomial distribution of ``gained`` among ``gained + lost`` with
+    1/2, at most 1.
 
     Args:
         gained: pairs that changed in one direction, >= 0.
@@ -136,6 +143,7 @@ def mcnemar_p_value(gained: int, lost: int) -> float:
     if min(gained, lost) < 0:
         raise ValueError(f"{gained} gained and {lost} lost; expected counts >= 0.")
     changed = gained + lost
-    # Each binomial coefficient from the one before: math.comb for each takes seconds from some thousands on.
+    # Each binomial coefficient from the one before: math.comb for each takes seconds from some
+    # thousands on.
     tail = sum(accumulate(range(min(gained, lost)), lambda term, i: term * (changed - i) // (i + 1), initial=1))
     return min(1.0, 2 * tail / 2**changed)

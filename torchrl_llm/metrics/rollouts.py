@@ -1,4 +1,5 @@
-"""Every metric's name and meaning (:data:`METRICS`), and the pure functions that compute them from rows.
+"""Every metric's name and meaning (:data:`METRICS`), and the pure functions that compute them from
+rows.
 
 The losses compute their own metrics (KL, clip fraction, ...); here these only get their names.
 """
@@ -99,7 +100,8 @@ METRICS: dict[str, str] = {
         }.items()
     },
 }
-"""Name -> meaning of every metric that the trainer logs; an evaluator may add others under names of their own."""
+"""Name -> meaning of every metric that the trainer logs; an evaluator may add others under names of
+their own."""
 
 
 COUNTS = tuple(
@@ -145,8 +147,8 @@ CREDIT_KEYS = (
 
 
 PER_ENVIRONMENT = ("reward", "success", "turns")
-"""Metrics of ``rollout/``, ``evaluation/`` and ``evaluation_greedy/`` that are also reported for each environment of a mixture,
-as ``<metric>/<name>``."""
+"""Metrics of ``rollout/``, ``evaluation/`` and ``evaluation_greedy/`` that are also reported for
+each environment of a mixture, as ``<metric>/<name>``."""
 
 
 LOSS_METRICS: dict[str, str] = {
@@ -166,14 +168,16 @@ LOSS_METRICS: dict[str, str] = {
     "nll": "loss/nll",
     "imitated": "loss/imitated",
 }
-"""Output key of a loss -> its name in :data:`METRICS`; averaged over the optimizer steps of an iteration."""
+"""Output key of a loss -> its name in :data:`METRICS`; averaged over the optimizer steps of an
+iteration."""
 
 _UNLOGGED = ("weight", "explained_variance")
 """Outputs that others are computed from, and what is logged of the whole batch instead."""
 
 
 def loss_metric(key: str) -> str | None:
-    """The name under which a loss's output is logged; ``None``: it is not. What a loss adds of its own is ``"loss/..."``.
+    """The name under which a loss's output is logged; ``None``: it is not. What a loss adds of its
+    own is ``"loss/..."``.
 
     Raises:
         ValueError: the name is another output's.
@@ -196,7 +200,8 @@ def wilson_interval(successes: float, trials: float, z: float = 1.959964) -> tup
     """Confidence interval of a success rate (Wilson, 1927), 95 % by default.
 
     Args:
-        successes: number of successes, 0 <= successes <= trials. A rate times an effective number of trials need not be whole.
+        successes: number of successes, 0 <= successes <= trials. A rate times an effective number
+            of trials need not be whole.
         trials: number of trials, >= 1.
         z: normal quantile of the two-sided level.
 
@@ -222,12 +227,14 @@ def wilson_interval(successes: float, trials: float, z: float = 1.959964) -> tup
 
 
 def success_interval(won: Tensor, task: Tensor) -> tuple[float, float]:
-    """95 % interval of a success rate whose episodes share tasks: Wilson's, for the effective number of episodes.
+    """95 % interval of a success rate whose episodes share tasks: Wilson's, for the effective
+    number of episodes.
 
-    Episodes of one task are no independent samples of tasks. With the variance of the rate, clustered by task, ``V = sum_g
-    (sum_{i in g} (won_i - rate))**2 / n**2`` (Miller, *Adding Error Bars to Evals*, 2024, arXiv:2411.00640), they are worth
-    ``rate (1 - rate) / V`` independent ones, at most ``n``; where all were won, or none, one a task. With a single task the
-    interval covers the rate on this task only.
+    Episodes of one task are no independent samples of tasks. With the variance of the rate,
+    clustered by task, ``V = sum_g (sum_{i in g} (won_i - rate))**2 / n**2`` (Miller, *Adding Error
+    Bars to Evals*, 2024, arXiv:2411.00640), they are worth ``rate (1 - rate) / V`` independent
+    ones, at most ``n``; where all were won, or none, one a task. With a single task the interval
+    covers the rate on this task only.
 
     Args:
         won: ``[n]`` bool.
@@ -269,10 +276,11 @@ def rollout_metrics(rows: TensorDictBase, env_names: Sequence[str] = ()) -> dict
     """Statistics of episodes: return, success, turns, lengths, from rows ``[B]``.
 
     Args:
-        rows: one episode each. Those of trees count by their ``"row_weight"``: more of them are of episodes that lasted to the branch
-            than the policy would play.
-        env_names: of the environments of a mixture, such as ``GEMEnv.names``. If there are several, :data:`PER_ENVIRONMENT`
-            is also reported as ``rollout/<metric>/<name>`` for each that occurs; environments of the same name count together.
+        rows: one episode each. Those of trees count by their ``"row_weight"``: more of them are of
+            episodes that lasted to the branch than the policy would play.
+        env_names: of the environments of a mixture, such as ``GEMEnv.names``. If there are several,
+            :data:`PER_ENVIRONMENT` is also reported as ``rollout/<metric>/<name>`` for each that
+            occurs; environments of the same name count together.
     """
     result = _rollout_metrics(rows)
     if len(env_names) > 1:
@@ -312,12 +320,14 @@ def _rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
 
 
 def credit_metrics(rows: TensorDictBase) -> dict[str, float]:
-    """How the advantages of rows ``[B]`` are spread; with a critic, how well its values predict their targets."""
+    """How the advantages of rows ``[B]`` are spread; with a critic, how well its values predict
+    their targets."""
     turn_ids = rows[keys.TURN_IDS]
     size = rows[keys.ADVANTAGE][turn_ids >= 0].double().abs().sort(descending=True).values
     top = size[: math.ceil(len(size) / 100)]
     metrics = {
-        "credit/largest": size[:1].sum().item(),  # 0 where every prompt filled the context and nothing was sampled
+        # 0 where every prompt filled the context and nothing was sampled
+        "credit/largest": size[:1].sum().item(),
         "credit/top_percent": (top.sum() / size.sum()).item() if size.any() else float("nan"),
     }
     known = set(rows.keys(include_nested=True))
@@ -357,7 +367,8 @@ def _state_metrics(rows: TensorDictBase, known: set[keys.NestedKey]) -> dict[str
 def _critic_metrics(rows: TensorDictBase) -> dict[str, float]:
     mask = rows[keys.TURN_MASK]
     value, target = rows[keys.TURN_VALUE][mask].double(), rows[keys.TURN_VALUE_TARGET][mask].double()
-    # Both are undefined when the targets do not vary, the correlation also when the values do not: nan says so.
+    # Both are undefined when the targets do not vary, the correlation also when the values do not:
+    # nan says so.
     explained = correlation = float("nan")
     if target.var() > 0:
         explained = explained_variance(value, target, torch.ones_like(target)).item()
@@ -367,7 +378,8 @@ def _critic_metrics(rows: TensorDictBase) -> dict[str, float]:
 
 
 def staleness(rows: TensorDictBase, policy_version: int) -> float:
-    """Weight updates between sampling and ``policy_version``, mean over the action tokens of rows ``[B]``."""
+    """Weight updates between sampling and ``policy_version``, mean over the action tokens of rows
+    ``[B]``."""
     versions = rows[keys.POLICY_VERSION]
     return (policy_version - versions[versions >= 0]).double().mean().item()
 
@@ -402,7 +414,8 @@ class Timer:
 
 
 def throughput(rows: TensorDictBase, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Tokens per second of an iteration with rows ``[B]`` that took ``seconds`` (:meth:`Timer.read`)."""
+    """Tokens per second of an iteration with rows ``[B]`` that took ``seconds``
+    (:meth:`Timer.read`)."""
     metrics = {"time/rollout_tokens_per_s": (rows[keys.TURN_IDS] >= 0).sum().item() / seconds["time/rollout_s"]}
     learning = seconds.get("time/score_s", 0.0) + seconds.get("time/update_s", 0.0)
     if learning:

@@ -1,4 +1,5 @@
-"""The base model before adapters: loading it, switching off its randomness, compiling its layers."""
+"""The base model before adapters: loading it, switching off its randomness, compiling its
+layers."""
 
 from __future__ import annotations
 
@@ -22,11 +23,14 @@ logger = logging.getLogger(__name__)
 Quantization = Literal["nf4"]
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-# transformers keeps probabilities as bare numbers too: attention_dropout, attn_pdrop, layerdrop, drop_path_rate.
+# transformers keeps probabilities as bare numbers too: attention_dropout, attn_pdrop, layerdrop,
+# drop_path_rate.
 _PROBABILITY = re.compile(r"dropout|pdrop|layerdrop|drop_path|drop_prob")
-# These are read in training mode only. PhiMoE's router_jitter_noise is none of them: its routing needs it in any mode.
+# These are read in training mode only. PhiMoE's router_jitter_noise is none of them: its routing
+# needs it in any mode.
 _JITTER = {"jitter_noise", "input_jitter_noise", "moe_jitter_eps"}
-_MAX_GRAPHS = 64  # adapters, with and without gradients, times the shapes that PyTorch tells apart (0, 1, more)
+# adapters, with and without gradients, times the shapes that PyTorch tells apart (0, 1, more)
+_MAX_GRAPHS = 64
 
 
 def load_base(
@@ -69,14 +73,16 @@ def load_base(
             lm.set_attn_implementation(attn_implementation)
         if precision is not None:
             lm.to(precision)
-    # transformers refuses to move quantized weights; they were read to their device. Moved before they are widened: the processes of
-    # a machine then share the mapped file, and none holds float32 weights on the host.
+    # transformers refuses to move quantized weights; they were read to their device. Moved before
+    # they are widened: the processes of a machine then share the mapped file, and none holds
+    # float32 weights on the host.
     if device is not None and quantization is None:
         lm = lm.to(device)
     if master_weights:
         _widen(lm)
     for module in lm.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes' kernel for inference on a CPU has no gradient
+        # bitsandbytes' kernel for inference on a CPU has no gradient
+        if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     disable_randomness(lm)
     return lm.eval()
@@ -85,8 +91,9 @@ def load_base(
 def unmap_weights(model: nn.Module) -> None:
     """Give weights on a CPU memory of their own.
 
-    safetensors maps files into memory, and what an optimizer writes is in pages of the mapping. Writing over the file in place
-    (``cp``, ``save_pretrained`` to the same folder) would put the file's values in the place of the trained ones.
+    safetensors maps files into memory, and what an optimizer writes is in pages of the mapping.
+    Writing over the file in place (``cp``, ``save_pretrained`` to the same folder) would put the
+    file's values in the place of the trained ones.
     """
     for parameter in model.parameters():
         if parameter.device.type == "cpu":
@@ -95,7 +102,8 @@ def unmap_weights(model: nn.Module) -> None:
 
 def _widen(model: Any) -> None:
     """Convert weights narrower than float32 to float32, and log what that costs."""
-    # Measured with bfloat16 weights: steps of AdamW at a learning rate of 5e-6 change 2 to 8 % of the entries.
+    # Measured with bfloat16 weights: steps of AdamW at a learning rate of 5e-6 change 2 to 8 % of
+    # the entries.
     narrow = [parameter for parameter in model.parameters() if _is_narrow(parameter.dtype)]
     if not narrow:
         return
@@ -135,9 +143,11 @@ def _quantization_config(quantization: str, dtype: torch.dtype | None) -> BitsAn
 
 
 def disable_randomness(model: nn.Module) -> None:
-    """Set every dropout probability, layer drop and jitter inside ``model``, and in its configurations, to 0.
+    """Set every dropout probability, layer drop and jitter inside ``model``, and in its
+    configurations, to 0.
 
-    The log-probs of a row must be the same whenever they are compared, and a recomputation must repeat its forward.
+    The log-probs of a row must be the same whenever they are compared, and a recomputation must
+    repeat its forward.
     """
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     for module in model.modules():
@@ -157,9 +167,9 @@ def _zero_probabilities(owner: Any, *, jitter: bool) -> None:
 def compile_layers(decoder: nn.Module) -> None:
     """Compile the forward without a KV cache of every layer of a transformers decoder, in place.
 
-    Generation stays as it is: its shapes change with every token. The layers share one compiled function, so the time to
-    compile does not grow with their number. Each adapter, with and without gradients, is one graph; switching between
-    adapters compiles nothing again.
+    Generation stays as it is: its shapes change with every token. The layers share one compiled
+    function, so the time to compile does not grow with their number. Each adapter, with and without
+    gradients, is one graph; switching between adapters compiles nothing again.
 
     Args:
         decoder: what :func:`torchrl_llm.modules.lm.backbone` returns.
@@ -182,8 +192,9 @@ def compile_layers(decoder: nn.Module) -> None:
 @cache
 def _forward(layer_type: Any) -> Callable[..., Any]:
     eager: Callable[..., Any] = layer_type.forward
-    # A graph break or too many graphs is an error: a silent fall back to eager would look like a slow success.
-    # dynamic: micro-batches differ in shape, and each shape would be compiled by itself.
+    # A graph break or too many graphs is an error: a silent fall back to eager would look like a
+    # slow success. dynamic: micro-batches differ in shape, and each shape would be compiled by
+    # itself.
     compiled = torch.compile(eager, dynamic=True, fullgraph=True)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
 """Actor, critic and reference on one base model: :func:`load_actor_critic`, and their files.
 
-With LoRA they are adapters on one frozen base, without it copies. :mod:`torchrl_llm.modules.adapters` switches adapters,
-:mod:`torchrl_llm.modules.weights` reads and writes files.
+With LoRA they are adapters on one frozen base, without it copies.
+:mod:`torchrl_llm.modules.adapters` switches adapters, :mod:`torchrl_llm.modules.weights` reads and
+writes files.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ class ActorCritic:
         adapter: ``"actor"`` with LoRA, ``None`` without.
         actor: computes log-probs under the policy being trained.
         critic: computes values of states; or ``None``.
-        joint: of a shared critic: what ``actor`` and ``critic`` write at action tokens, from one forward, for
-            ``LLMPPOLoss(models.actor, models.critic, joint=models.joint)``; or ``None``.
-        reference: computes log-probs under the policy that the KL is taken to, without a graph; writes ``"log_prob"`` too,
-            which the caller renames; or ``None``.
+        joint: of a shared critic: what ``actor`` and ``critic`` write at action tokens, from one
+            forward, for ``LLMPPOLoss(models.actor, models.critic, joint=models.joint)``; or
+            ``None``.
+        reference: computes log-probs under the policy that the KL is taken to, without a graph;
+            writes ``"log_prob"`` too, which the caller renames; or ``None``.
     """
 
     model: PreTrainedModel | PeftModel
@@ -73,7 +75,8 @@ class ActorCritic:
         return trunk + list(self.critic.value_head.parameters())
 
     def base_parameters(self) -> list[nn.Parameter]:
-        """The frozen parameters that belong to no adapter: the base under LoRA, the reference's copy without."""
+        """The frozen parameters that belong to no adapter: the base under LoRA, the reference's
+        copy without."""
         models: list[Any] = [self.model, *(part.model for part in (self.critic, self.reference) if part is not None)]
         found = [
             parameter
@@ -85,11 +88,13 @@ class ActorCritic:
 
     @contextmanager
     def offload_base(self) -> Iterator[None]:
-        """``with models.offload_base():`` keeps :meth:`base_parameters` in the host's memory, pinned for CUDA.
+        """``with models.offload_base():`` keeps :meth:`base_parameters` in the host's memory,
+        pinned for CUDA.
 
-        Adapters and heads stay where they are, so they can be sent to an engine meanwhile. For rollouts by a policy
-        that has its own copy of the model; no forward here can run inside. On a CPU it does nothing. The ``nn.Parameter``
-        objects stay, so modules, optimizers and tied weights that refer to them remain valid.
+        Adapters and heads stay where they are, so they can be sent to an engine meanwhile. For
+        rollouts by a policy that has its own copy of the model; no forward here can run inside. On
+        a CPU it does nothing. The ``nn.Parameter`` objects stay, so modules, optimizers and tied
+        weights that refer to them remain valid.
 
         Examples:
             >>> from torchrl_llm.testing.tiny import tiny_model_path
@@ -125,18 +130,21 @@ class ActorCritic:
             self._trunks()["reference"].load_state_dict(self.model.state_dict())
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write ``<path>/actor``, ``<path>/critic`` and ``<path>/reference``, in the formats of PEFT or transformers.
+        """Write ``<path>/actor``, ``<path>/critic`` and ``<path>/reference``, in the formats of
+        PEFT or transformers.
 
-        With LoRA these are adapters: ``PeftModel.from_pretrained(base, f"{path}/actor")`` loads one, with no code of
-        this library. Without, they are whole models. The critic's head is ``critic/value_head.safetensors``; of a shared
-        critic it is all there is. A reference that is the base with adapters off is not written.
+        With LoRA these are adapters: ``PeftModel.from_pretrained(base, f"{path}/actor")`` loads
+        one, with no code of this library. Without, they are whole models. The critic's head is
+        ``critic/value_head.safetensors``; of a shared critic it is all there is. A reference that
+        is the base with adapters off is not written.
         """
         path = Path(path)
         for role, model in self._trunks().items():
             if self.adapter is None:
                 model.save_pretrained(path / role)
             else:  # PEFT puts the adapter into a folder of its name
-                # save_embedding_layers="auto", the default, may ask the hub for the configuration of the base.
+                # save_embedding_layers="auto", the default, may ask the hub for the configuration
+                # of the base.
                 model.save_pretrained(str(path), selected_adapters=[role], save_embedding_layers=False)
             open_to_others(path / role)
         if self.critic is not None:
@@ -145,9 +153,11 @@ class ActorCritic:
             open_to_others(path / "critic")
 
     def export_merged(self, path: str | Path, tokenizer: Any = None) -> None:
-        """Write the actor as one whole model that transformers and vLLM load, its adapter merged into the weights.
+        """Write the actor as one whole model that transformers and vLLM load, its adapter merged
+        into the weights.
 
-        The merge is made on a copy in the host's memory, in the dtype of the base; the models here stay as they are.
+        The merge is made on a copy in the host's memory, in the dtype of the base; the models here
+        stay as they are.
 
         Args:
             path: a folder of its own.
@@ -172,29 +182,33 @@ class ActorCritic:
         overwrite_critic_adapter: bool = False,
         merge_lora_configs: bool = False,
     ) -> None:
-        """Read what :meth:`save_pretrained` wrote into this object's models. Only safetensors files are read.
+        """Read what :meth:`save_pretrained` wrote into this object's models. Only safetensors files
+        are read.
 
-        The actor is always read. Critic and reference are read where both sides have one, and stay as they are
-        otherwise; a reference that is the base with adapters off is never changed. The two ``overwrite_`` arguments
-        concern whole models too, where there are no adapters.
+        The actor is always read. Critic and reference are read where both sides have one, and stay
+        as they are otherwise; a reference that is the base with adapters off is never changed. The
+        two ``overwrite_`` arguments concern whole models too, where there are no adapters.
 
-        Call it before the optimizer is made: with ``merge_lora_configs`` the parameters may be other tensors afterwards.
-        A policy that has generated already is told by ``policy.weights_changed()``.
+        Call it before the optimizer is made: with ``merge_lora_configs`` the parameters may be
+        other tensors afterwards. A policy that has generated already is told by
+        ``policy.weights_changed()``.
 
         Args:
             path: the folder.
-            overwrite_reference_adapter: the reference becomes the checkpoint's actor, from which training continues (from
-                supervised fine-tuning to reinforcement learning, and from one run to the next).
-            overwrite_critic_adapter: the critic's trunk becomes the checkpoint's actor; its value head stays. For a
-                checkpoint without a critic.
-            merge_lora_configs: accept LoRA settings other than those here. Every adapter gets the larger rank and the
-                union of the target modules, ``lora_alpha`` keeps the scaling of the settings here, and factors are
-                padded and rescaled, so that each adapter computes what it did.
+            overwrite_reference_adapter: the reference becomes the checkpoint's actor, from which
+                training continues (from supervised fine-tuning to reinforcement learning, and from
+                one run to the next).
+            overwrite_critic_adapter: the critic's trunk becomes the checkpoint's actor; its value
+                head stays. For a checkpoint without a critic.
+            merge_lora_configs: accept LoRA settings other than those here. Every adapter gets the
+                larger rank and the union of the target modules, ``lora_alpha`` keeps the scaling of
+                the settings here, and factors are padded and rescaled, so that each adapter
+                computes what it did.
 
         Raises:
             WeightsError: files are missing, damaged, or of another model.
-            AdapterError: the LoRA settings differ and ``merge_lora_configs`` is false, or they cannot be merged; or
-                there is no critic or reference to overwrite.
+            AdapterError: the LoRA settings differ and ``merge_lora_configs`` is false, or they
+                cannot be merged; or there is no critic or reference to overwrite.
 
         Examples:
             A small adapter becomes the start, and the reference, of a run with a larger one:
@@ -257,7 +271,8 @@ class ActorCritic:
             self.critic.value_head.load_state_dict(head)
 
     def _trunks(self) -> dict[str, Any]:
-        """Role -> model, for roles that have weights of their own; with LoRA the role is the adapter's name."""
+        """Role -> model, for roles that have weights of their own; with LoRA the role is the
+        adapter's name."""
         trunks: dict[str, Any] = {"actor": self.model}
         for role, part in (("critic", self.critic), ("reference", self.reference)):
             if part is not None and (part.model is not self.model or part.adapter == role):
@@ -298,56 +313,71 @@ def load_actor_critic(
 ) -> ActorCritic:
     """Actor, critic and reference on one base model.
 
-    With LoRA they share the frozen base: adapters ``actor`` and ``critic`` in float32, and as the reference the base
-    with adapters off, at no cost in memory, or a third adapter. Without, all weights train, in float32; critic and
-    reference are copies. Log-probs and values are float32 whatever the base is (float64 for a float64 model).
+    With LoRA they share the frozen base: adapters ``actor`` and ``critic`` in float32, and as the
+    reference the base with adapters off, at no cost in memory, or a third adapter. Without, all
+    weights train, in float32; critic and reference are copies. Log-probs and values are float32
+    whatever the base is (float64 for a float64 model).
 
-    Dropout, layer drop and jitter are switched off, in the model and in its configuration: the log-probs of a row must be
-    the same whenever they are compared.
+    Dropout, layer drop and jitter are switched off, in the model and in its configuration: the
+    log-probs of a row must be the same whenever they are compared.
 
     Args:
-        model: a directory or hub id in transformers format, or a causal language model. A model is used, not copied.
-        lora: the LoRA settings of the adapters; ``None``: full fine-tuning. Of a multimodal model only the language model gets
-            adapters, whatever the names in ``target_modules`` match elsewhere.
-        critic: make a critic. ``"shared"``: it is a value head on the actor's own trunk, into which the gradients of both losses
-            flow; one forward serves both (:attr:`ActorCritic.joint`).
-        reference: make a reference of the model as it is now. With LoRA it is the base with adapters off, and stays so;
-            ``"adapter"``: a frozen adapter ``reference`` that starts as a copy of the actor's, and can be overwritten by
-            :meth:`ActorCritic.refresh_reference` and :meth:`ActorCritic.load_pretrained`. A copy without LoRA can be
-            overwritten too.
+        model: a directory or hub id in transformers format, or a causal language model. A model is
+            used, not copied.
+        lora: the LoRA settings of the adapters; ``None``: full fine-tuning. Of a multimodal model
+            only the language model gets adapters, whatever the names in ``target_modules`` match
+            elsewhere.
+        critic: make a critic. ``"shared"``: it is a value head on the actor's own trunk, into which
+            the gradients of both losses flow; one forward serves both (:attr:`ActorCritic.joint`).
+        reference: make a reference of the model as it is now. With LoRA it is the base with
+            adapters off, and stays so; ``"adapter"``: a frozen adapter ``reference`` that starts as
+            a copy of the actor's, and can be overwritten by :meth:`ActorCritic.refresh_reference`
+            and :meth:`ActorCritic.load_pretrained`. A copy without LoRA can be overwritten too.
         tokenizer: checked against the model's vocabulary if given.
-        sampling: how the policy samples; scores are of the same distribution. Where ``min_output_tokens`` needs stop ids that
-            it does not give, they are decided as a policy's (``decide_stop_ids`` of ``modules.sampling``).
+        sampling: how the policy samples; scores are of the same distribution. Where
+            ``min_output_tokens`` needs stop ids that it does not give, they are decided as a
+            policy's (``decide_stop_ids`` of ``modules.sampling``).
         entropy: the actor's scorer writes the entropy as well.
-        dtype: of the base weights: a torch dtype, its name, or ``"auto"`` (the checkpoint's, as ``None``).
+        dtype: of the base weights: a torch dtype, its name, or ``"auto"`` (the checkpoint's, as
+            ``None``).
         device: where to put everything.
-        attn_implementation: as in transformers; ``None`` takes its default, as a rule ``"sdpa"``, which runs flash attention on a
-            GPU where no mask is needed. With any other, rows share nothing; ``HFPolicy`` takes ``"sdpa"`` and ``"eager"``.
+        attn_implementation: as in transformers; ``None`` takes its default, as a rule ``"sdpa"``,
+            which runs flash attention on a GPU where no mask is needed. With any other, rows share
+            nothing; ``HFPolicy`` takes ``"sdpa"`` and ``"eager"``.
         trust_remote_code: run code that comes with the model.
-        quantization: ``"nf4"`` keeps the linear layers of the base in 4 bits (QLoRA, https://arxiv.org/abs/2305.14314)
-            and computes in ``dtype`` (default bfloat16). Needs ``lora``, a path, and bitsandbytes.
-        base_products: "bfloat16" multiplies by the frozen weights of LoRA layers in bfloat16 and all else in float32
-            (:func:`~torchrl_llm.modules.base_products.narrow_base_products`): faster on CPUs that have the instructions; gradients
-            are off by some percent. Needs ``lora`` on a float32 base. Default ``None``: all in float32.
-        master_weights: without LoRA, keep weights that are narrower than float32 in float32, whatever ``dtype`` says, and
-            log what that costs: bfloat16 rounds most of an optimizer's steps away. ``torch.autocast`` around forwards
-            still computes in half precision. ``False`` is for models that are not trained, and for optimizers with
-            float32 copies of their own. Default True.
+        quantization: ``"nf4"`` keeps the linear layers of the base in 4 bits (QLoRA,
+            https://arxiv.org/abs/2305.14314) and computes in ``dtype`` (default bfloat16). Needs
+            ``lora``, a path, and bitsandbytes.
+        base_products: "bfloat16" multiplies by the frozen weights of LoRA layers in bfloat16 and
+            all else in float32 (:func:`~torchrl_llm.modules.base_products.narrow_base_products`):
+            faster on CPUs that have the instructions; gradients are off by some percent. Needs
+            ``lora`` on a float32 base. Default ``None``: all in float32.
+        master_weights: without LoRA, keep weights that are narrower than float32 in float32,
+            whatever ``dtype`` says, and log what that costs: bfloat16 rounds most of an optimizer's
+            steps away. ``torch.autocast`` around forwards still computes in half precision.
+            ``False`` is for models that are not trained, and for optimizers with float32 copies of
+            their own. Default True.
         gradient_checkpointing: recompute activations in ``backward``.
-        compile: ``torch.compile`` the layers for scorers and critic; generation is not compiled. Each adapter is a graph
-            of its own, compiled when it is first used. Not together with ``gradient_checkpointing``.
-        share_prefixes: compute what the rows of a batch share once, for models that support it (``enable_prefix_sharing``). Changes
-            results by rounding only. Not with ``compile``. Default True.
-        chunk_logits: most logits that a scorer makes at a time; ``None``: 2**27 on CUDA, elsewhere 2**24.
+        compile: ``torch.compile`` the layers for scorers and critic; generation is not compiled.
+            Each adapter is a graph of its own, compiled when it is first used. Not together with
+            ``gradient_checkpointing``.
+        share_prefixes: compute what the rows of a batch share once, for models that support it
+            (``enable_prefix_sharing``). Changes results by rounding only. Not with ``compile``.
+            Default True.
+        chunk_logits: most logits that a scorer makes at a time; ``None``: 2**27 on CUDA, elsewhere
+            2**24.
         seed: of the adapters' initialization; the global random generators stay as they are.
 
     Raises:
-        LoraTargetError: the model has no modules of the names in ``lora.target_modules``, or ``lora`` asks for what
-            adapters cannot have here (dropout, biases, another initialization of the base).
+        LoraTargetError: the model has no modules of the names in ``lora.target_modules``, or
+            ``lora`` asks for what adapters cannot have here (dropout, biases, another
+            initialization of the base).
         VocabularyMismatchError: the tokenizer does not belong to the model.
-        RandomForwardError: with ``gradient_checkpointing``, the model computes something else in training mode.
+        RandomForwardError: with ``gradient_checkpointing``, the model computes something else in
+            training mode.
         UnsupportedHeadError: the model changes its logits in a way that the scorer does not know.
-        UnsupportedModelError: the model is not causal, or its forward fails on a batch of token ids.
+        UnsupportedModelError: the model is not causal, or its forward fails on a batch of token
+            ids.
         ImportError: ``quantization`` without bitsandbytes.
 
     Examples:
@@ -411,7 +441,8 @@ def load_actor_critic(
         reference=scorer(frozen, adapter=reference_adapter, frozen=True) if reference else None,
     )
     if reference == "adapter":
-        # PEFT has drawn other factors for it; with init_lora_weights=False it is not even the same function.
+        # PEFT has drawn other factors for it; with init_lora_weights=False it is not even the same
+        # function.
         models.refresh_reference()
     return models
 

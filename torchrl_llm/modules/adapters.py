@@ -1,4 +1,5 @@
-"""LoRA adapters on a base model: adding them, choosing the one that a forward runs under (:func:`use_adapter`), fusing one.
+"""LoRA adapters on a base model: adding them, choosing the one that a forward runs under
+(:func:`use_adapter`), fusing one.
 
 Gradient checkpointing recomputes under the adapter that its forward ran under.
 """
@@ -36,14 +37,16 @@ class AdapterError(ValueError):
 
 
 class LoraTargetError(ValueError):
-    """The LoRA settings name modules that the model does not have, or break what adapters are used for here."""
+    """The LoRA settings name modules that the model does not have, or break what adapters are used
+    for here."""
 
 
 def adapter_layers(model: nn.Module) -> list[Any]:
-    """The PEFT layers of ``model``: each holds every adapter's weights and the name of the active one.
+    """The PEFT layers of ``model``: each holds every adapter's weights and the name of the active
+    one.
 
-    Nested ones too, outermost first: a module with several adapted parameters (the experts of a mixture) is wrapped
-    once for each, and every wrapper is switched by itself.
+    Nested ones too, outermost first: a module with several adapted parameters (the experts of a
+    mixture) is wrapped once for each, and every wrapper is switched by itself.
     """
     found: list[Any] = []
     stack: list[nn.Module] = [model]
@@ -60,20 +63,21 @@ def adapter_layers(model: nn.Module) -> list[Any]:
 def use_adapter(model: nn.Module, adapter: str | None) -> Iterator[nn.Module]:
     """Run forwards under one LoRA adapter, and put back what was active before.
 
-    PEFT's own ``set_adapter`` and ``disable_adapter`` also switch ``requires_grad``; a leaf whose flag is off when
-    ``backward`` runs loses its gradient silently. Here every parameter keeps its flag, so the losses of several
-    adapters can be summed and differentiated together.
+    PEFT's own ``set_adapter`` and ``disable_adapter`` also switch ``requires_grad``; a leaf whose
+    flag is off when ``backward`` runs loses its gradient silently. Here every parameter keeps its
+    flag, so the losses of several adapters can be summed and differentiated together.
 
-    With two adapters on all 168 linear layers of a model of 24 layers, there and back take 0.2 ms of one CPU core where
-    the adapter is the active one already, else 8 ms, most of them PEFT's, for setting flags. That grows with the number
-    of layers, not with their width.
+    With two adapters on all 168 linear layers of a model of 24 layers, there and back take 0.2 ms
+    of one CPU core where the adapter is the active one already, else 8 ms, most of them PEFT's, for
+    setting flags. That grows with the number of layers, not with their width.
 
-    With gradient checkpointing, switch it on by :func:`enable_gradient_checkpointing`, else the recomputation runs
-    under whatever adapter is active when ``backward`` is called.
+    With gradient checkpointing, switch it on by :func:`enable_gradient_checkpointing`, else the
+    recomputation runs under whatever adapter is active when ``backward`` is called.
 
     Args:
         model: a module with PEFT layers somewhere inside, or a plain one.
-        adapter: the adapter's name. ``None``: the base model, adapters off; nothing to do for a plain module.
+        adapter: the adapter's name. ``None``: the base model, adapters off; nothing to do for a
+            plain module.
 
     Yields:
         ``model``.
@@ -97,24 +101,27 @@ def use_adapter(model: nn.Module, adapter: str | None) -> Iterator[nn.Module]:
 
 
 def enable_gradient_checkpointing(model: nn.Module) -> None:
-    """Recompute each block's activations in ``backward``, under the adapter that its forward ran under.
+    """Recompute each block's activations in ``backward``, under the adapter that its forward ran
+    under.
 
-    Non-reentrant checkpointing of :mod:`torch.utils.checkpoint`; transformers applies it in training mode only
-    (``model.train()``).
+    Non-reentrant checkpointing of :mod:`torch.utils.checkpoint`; transformers applies it in
+    training mode only (``model.train()``).
 
     Args:
         model: a transformers model or a ``PeftModel`` around one.
     """
     lm = causal_lm(model)
-    # transformers renames this method in the 5.x series; the old name warns where the new one exists.
+    # transformers renames this method in the 5.x series; the old name warns where the new one
+    # exists.
     enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
     # Reentrant checkpointing takes no context_fn.
     enable({"use_reentrant": False, "context_fn": lambda: recompute_contexts(model)})
 
 
 def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The ``context_fn`` of :func:`torch.utils.checkpoint.checkpoint`: the recomputation runs under the adapter active now, and
-    with the attention kernels of the forward (:func:`~torchrl_llm.modules.kernels.attention_kernels`)."""
+    """The ``context_fn`` of :func:`torch.utils.checkpoint.checkpoint`: the recomputation runs under
+    the adapter active now, and with the attention kernels of the forward
+    (:func:`~torchrl_llm.modules.kernels.attention_kernels`)."""
     layers = adapter_layers(model)
     return nullcontext(), _recomputation(layers, [_state(layer) for layer in layers])
 
@@ -132,8 +139,8 @@ def _state(layer: Any) -> State:
 def _wanted(layer: Any, adapter: str | None) -> State:
     if adapter is None:
         return list(layer.active_adapters), True
-    # Copies of modules (modules_to_save) and trained tokens refuse the name of an adapter that they do not have; LoRA
-    # layers skip it.
+    # Copies of modules (modules_to_save) and trained tokens refuse the name of an adapter that they
+    # do not have; LoRA layers skip it.
     held = isinstance(layer, LoraLayer) or adapter in available_adapters(layer)
     return [adapter] if held else [], False
 
@@ -155,7 +162,8 @@ def _switched(layers: Sequence[Any], states: Sequence[State]) -> Iterator[None]:
 
 @contextmanager
 def _switched_when_run(layers: Sequence[Any], states: Sequence[State]) -> Iterator[None]:
-    """As :func:`_switched`, but each layer at its first forward: a recomputation runs one block, with few of the layers."""
+    """As :func:`_switched`, but each layer at its first forward: a recomputation runs one block,
+    with few of the layers."""
     changes = {id(layer): (layer, state) for layer, state in zip(layers, states, strict=True) if _state(layer) != state}
     with ExitStack() as stack:
 
@@ -170,7 +178,8 @@ def _switched_when_run(layers: Sequence[Any], states: Sequence[State]) -> Iterat
 
 
 def _switch(changes: Sequence[tuple[Any, State]]) -> None:
-    # Listed here and not once for both ways: a forward of sharded weights may leave other parameters than it found.
+    # Listed here and not once for both ways: a forward of sharded weights may leave other
+    # parameters than it found.
     parameters = [p for layer, _ in changes for weights in _weights_by_adapter(layer) for p in weights.parameters()]
     flags = [parameter.requires_grad for parameter in parameters]
     try:
@@ -247,7 +256,8 @@ def check_adapter(model: nn.Module, adapter: str | None) -> list[Any]:
 class _OutsideAutocast:
     """Whether PEFT casts the input of an adapter to the adapter's dtype, asked in each forward.
 
-    Autocast would cast it back: two passes over each input, whose float32 copy the backward would keep.
+    Autocast would cast it back: two passes over each input, whose float32 copy the backward would
+    keep.
     """
 
     def __bool__(self) -> bool:
@@ -258,24 +268,29 @@ _OUTSIDE_AUTOCAST = _OutsideAutocast()
 
 
 def cast_outside_autocast(model: nn.Module) -> None:
-    """Let no adapter of ``model`` cast its inputs under autocast; PEFT's own layers, such as those that it has just added, do."""
+    """Let no adapter of ``model`` cast its inputs under autocast; PEFT's own layers, such as those
+    that it has just added, do."""
     for layer in adapter_layers(model):
         layer.cast_input_dtype_enabled = _OUTSIDE_AUTOCAST
 
 
 def add_adapters(base: nn.Module, lora: LoraConfig, names: Sequence[str], *, seed: int) -> Any:
-    """``base`` as a ``PeftModel`` with one adapter per name, the first one active; all but ``reference`` train.
+    """``base`` as a ``PeftModel`` with one adapter per name, the first one active; all but
+    ``reference`` train.
 
     Raises:
-        LoraTargetError: the settings do not fit the model; errors of PEFT and of a first forward are among the causes.
+        LoraTargetError: the settings do not fit the model; errors of PEFT and of a first forward
+            are among the causes.
     """
     _check_lora(base, lora)
     try:
         lora = _within_language_model(base, lora)
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            # PEFT asks transformers under a name that transformers has renamed; the question has the same answer.
+            # PEFT asks transformers under a name that transformers has renamed; the question has
+            # the same answer.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-            # PEFT initializes on the CPU and moves the weights afterwards, so the CPU generator alone needs a seed.
+            # PEFT initializes on the CPU and moves the weights afterwards, so the CPU generator
+            # alone needs a seed.
             torch.default_generator.manual_seed(seed)
             # Copies: PEFT writes into the settings that it is given.
             model: Any = get_peft_model(base, copy.deepcopy(lora), adapter_name=names[0])
@@ -284,7 +299,8 @@ def add_adapters(base: nn.Module, lora: LoraConfig, names: Sequence[str], *, see
         cast_outside_autocast(model)
         # PEFT lets the active adapter train, and switches the others off.
         model.set_requires_grad([name for name in names if name != "reference"], True)
-        # Some targets fail in a forward only: the routers of Llama4 and PhiMoE return tuples, which LoRA cannot add to.
+        # Some targets fail in a forward only: the routers of Llama4 and PhiMoE return tuples, which
+        # LoRA cannot add to.
         run_once(model.eval())
     except FAILURES as error:
         plain = sorted({n.rpartition(".")[2] for n, m in base.named_modules() if type(m) in (nn.Linear, Linear)})
@@ -352,12 +368,14 @@ def _check_lora(base: nn.Module, lora: LoraConfig) -> None:
 class FusedLora:
     """Replaces a model's LoRA layers by plain ones, for forwards that train nothing.
 
-    PEFT's layers spend more time in calls, and on a GPU in launches, than in computing. A small float32 model gets one linear
-    layer for each, with the weight ``W + scaling * B @ A``. In half precision that sum would round small changes away, and for
-    a large model its copies would be large: there a product with each factor is added to the one with W, in the dtype of W.
+    PEFT's layers spend more time in calls, and on a GPU in launches, than in computing. A small
+    float32 model gets one linear layer for each, with the weight ``W + scaling * B @ A``. In half
+    precision that sum would round small changes away, and for a large model its copies would be
+    large: there a product with each factor is added to the one with W, in the dtype of W.
 
-    Neither parameters nor LoRA layers are touched: modules are exchanged inside :meth:`in_place` and put back. Only what is the
-    same computation up to rounding is exchanged: plain LoRA on ``nn.Linear`` layers.
+    Neither parameters nor LoRA layers are touched: modules are exchanged inside :meth:`in_place`
+    and put back. Only what is the same computation up to rounding is exchanged: plain LoRA on
+    ``nn.Linear`` layers.
 
     Args:
         model: any module.
@@ -410,7 +428,8 @@ def is_plain(layer: Any, adapter: str | None) -> bool:
 
 def _merged(layer: Any, adapter: str | None) -> nn.Module:
     base = layer.base_layer
-    # On the meta device no memory is allocated, and no first weights are drawn from the global generator.
+    # On the meta device no memory is allocated, and no first weights are drawn from the global
+    # generator.
     fused = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
     fused.weight = nn.Parameter(base.weight.detach() + layer.get_delta_weight(adapter).detach(), requires_grad=False)
     fused.bias = base.bias
@@ -418,7 +437,8 @@ def _merged(layer: Any, adapter: str | None) -> nn.Module:
 
 
 class _LowRank(nn.Module):
-    """A linear layer and its adapter in three products, the factors in the dtype of the layer. For forwards without a graph."""
+    """A linear layer and its adapter in three products, the factors in the dtype of the layer. For
+    forwards without a graph."""
 
     def __init__(self, layer: Any, adapter: str | None) -> None:
         super().__init__()

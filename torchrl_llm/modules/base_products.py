@@ -1,7 +1,8 @@
-"""LoRA whose products with the frozen weights are computed in bfloat16: :func:`narrow_base_products`.
+"""LoRA whose products with the frozen weights are computed in bfloat16:
+:func:`narrow_base_products`.
 
-Everything else stays float32: weights, activations, adapters, sums. For CPUs with instructions for bfloat16, which multiply
-about twice as fast; on a GPU autocast does the same and more.
+Everything else stays float32: weights, activations, adapters, sums. For CPUs with instructions for
+bfloat16, which multiply about twice as fast; on a GPU autocast does the same and more.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ _COPY, _COPIED = "weight_in_bfloat16", "weight_copied"
 
 
 class _LoraProduct(torch.autograd.Function):
-    """``x W' + b + scaling * x A' B'`` of ``x [n, in]``, with ``W`` in bfloat16 and without a gradient.
+    """``x W' + b + scaling * x A' B'`` of ``x [n, in]``, with ``W`` in bfloat16 and without a
+    gradient.
 
-    As one function: PEFT's operations one by one make four tensors of the output's size, and as many in the backward.
+    As one function: PEFT's operations one by one make four tensors of the output's size, and as
+    many in the backward.
     """
 
     @staticmethod
@@ -53,22 +56,27 @@ class _LoraProduct(torch.autograd.Function):
 
 
 def _narrow(x: Tensor, weight: Tensor) -> Tensor:
-    """``x W'`` in float32, of factors in bfloat16; sums are float32 and rounded to bfloat16 once."""
+    """``x W'`` in float32, of factors in bfloat16; sums are float32 and rounded to bfloat16
+    once."""
     return nnf.linear(x.to(torch.bfloat16), weight).to(x.dtype)
 
 
 def narrow_base_products(model: nn.Module) -> None:
-    """Let the LoRA layers of ``model`` multiply by their frozen weights in bfloat16, in every forward and backward from now on.
+    """Let the LoRA layers of ``model`` multiply by their frozen weights in bfloat16, in every
+    forward and backward from now on.
 
-    Sampling and scoring too, and with adapters off (the reference), so that log-probs stay comparable. Each layer holds a copy
-    of its weight in bfloat16 beside the float32 one: 2 bytes more a weight. Where the weight is another one at a forward, or was
-    changed in place (``load_state_dict``), the copy is made again first. A change through ``.data`` is not seen: call this again.
+    Sampling and scoring too, and with adapters off (the reference), so that log-probs stay
+    comparable. Each layer holds a copy of its weight in bfloat16 beside the float32 one: 2 bytes
+    more a weight. Where the weight is another one at a forward, or was changed in place
+    (``load_state_dict``), the copy is made again first. A change through ``.data`` is not seen:
+    call this again.
 
     Args:
         model: with adapters (:func:`~torchrl_llm.modules.load_actor_critic`).
 
     Raises:
-        AdapterError: the model has a LoRA layer that is not plain LoRA on a float32 ``nn.Linear``, or none at all.
+        AdapterError: the model has a LoRA layer that is not plain LoRA on a float32 ``nn.Linear``,
+            or none at all.
     """
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     wrong = [layer for layer in layers if not _fits(layer)]
@@ -86,7 +94,8 @@ def narrow_base_products(model: nn.Module) -> None:
         weight = layer.base_layer.weight
         layer.register_buffer(_COPY, weight.detach().to(torch.bfloat16), persistent=False)
         setattr(layer, _COPIED, _identity(weight))
-        # Copies, those of pickle too, bind it to the copy; of a method, pickle knows only a name that its class does not have.
+        # Copies, those of pickle too, bind it to the copy; of a method, pickle knows only a name
+        # that its class does not have.
         layer.forward = partial(_forward, layer)
 
 
@@ -104,7 +113,9 @@ def _narrow_weight(layer: Any) -> Tensor:
     """The weight in bfloat16, as it is now."""
     weight, copy = layer.base_layer.weight, getattr(layer, _COPY)
     if torch.compiler.is_compiling():
-        return copy  # compile_decode: the forward of the prompts, which is not compiled, has looked before the turn's first step
+        # compile_decode: the forward of the prompts, which is not compiled, has looked before the
+        # turn's first step
+        return copy
     if (now := _identity(weight)) != getattr(layer, _COPIED):
         with torch.no_grad():
             copy.copy_(weight)

@@ -1,7 +1,8 @@
-"""Checks of a model, by a few forwards when it is loaded: whether policies, scorers and critics support it.
+"""Checks of a model, by a few forwards when it is loaded: whether policies, scorers and critics
+support it.
 
-Each compares two computations that must agree, on a few tokens, and refuses the model by name where they do not. A model
-that passed would otherwise give wrong log-probs without any error.
+Each compares two computations that must agree, on a few tokens, and refuses the model by name where
+they do not. A model that passed would otherwise give wrong log-probs without any error.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torchrl_llm.modules.lm import causal_lm, embedding_of, hidden_states, is_fu
 
 
 class VocabularyMismatchError(ValueError):
-    """The tokenizer has ids that the model does not embed, or the model names special ids that the tokenizer lacks."""
+    """The tokenizer has ids that the model does not embed, or the model names special ids that the
+    tokenizer lacks."""
 
 
 class UnsupportedModelError(ValueError):
@@ -27,7 +29,8 @@ class UnsupportedModelError(ValueError):
 
 
 class UnsupportedHeadError(UnsupportedModelError):
-    """The model changes its logits in a way that :func:`~torchrl_llm.modules.lm_logits` does not cover."""
+    """The model changes its logits in a way that :func:`~torchrl_llm.modules.lm_logits` does not
+    cover."""
 
 
 class RandomForwardError(ValueError):
@@ -42,13 +45,15 @@ FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, As
 
 
 def declared_windows(config: Any) -> list[int]:
-    """Every number of a text configuration that may say how far back attention reaches, in order."""
+    """Every number of a text configuration that may say how far back attention reaches, in
+    order."""
     fields = config.to_dict().items()
     return sorted({value for name, value in fields if type(value) is int and value > 1 and _WINDOW.search(name)})
 
 
 def unusual_layers(lm: Any) -> str | None:
-    """What some layers of a model keep instead of keys and values by position, for messages; ``None``: they all keep these."""
+    """What some layers of a model keep instead of keys and values by position, for messages;
+    ``None``: they all keep these."""
     kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - {
         "full_attention",
         "sliding_attention",
@@ -60,7 +65,8 @@ def unusual_layers(lm: Any) -> str | None:
 
 
 def probe_lengths(config: Any) -> list[int]:
-    """Lengths of rows to try a model on: a short one, and one beyond each window of at most :data:`LONGEST_TRIED` tokens."""
+    """Lengths of rows to try a model on: a short one, and one beyond each window of at most
+    :data:`LONGEST_TRIED` tokens."""
     most = getattr(config, "max_position_embeddings", None) or float("inf")
     windows = [window for window in declared_windows(config) if window <= LONGEST_TRIED and window < most]
     # Twice a window and more: the row of half the length is beyond it too.
@@ -74,7 +80,8 @@ def name_of(lm: Any) -> str:
 
 @contextmanager
 def _probing(lm: Any, problem: str) -> Iterator[None]:
-    """Evaluation mode, no graph, no TF32; errors of forwards become :class:`UnsupportedModelError`, beginning with ``problem``."""
+    """Evaluation mode, no graph, no TF32; errors of forwards become :class:`UnsupportedModelError`,
+    beginning with ``problem``."""
     try:
         with training_flags(lm.modules(), False), torch.no_grad(), attention_kernels(), float32_products("highest"):
             yield
@@ -89,7 +96,8 @@ def probe_ids(model: nn.Module, rows: int, columns: int) -> Tensor:
 
 
 def check_head(model: nn.Module) -> None:
-    """Compare backbone + :func:`~torchrl_llm.modules.lm_logits` with the model's own forward on four tokens.
+    """Compare backbone + :func:`~torchrl_llm.modules.lm_logits` with the model's own forward on
+    four tokens.
 
     Raises:
         UnsupportedHeadError: they differ, so log-probs computed here would be wrong.
@@ -99,7 +107,8 @@ def check_head(model: nn.Module) -> None:
     with _probing(lm, "cannot be computed as a backbone and a head on it"):
         expected = lm(input_ids=tokens, use_cache=False).logits.float()
         logits = lm_logits(model, hidden_states(model, tokens)).float()
-    # Tiny models of the families refused differ by 2.9 and more; rounding is near 1e-6, in half precision 1e-2.
+    # Tiny models of the families refused differ by 2.9 and more; rounding is near 1e-6, in half
+    # precision 1e-2.
     tolerance = 1e-4 if is_full_precision(embedding_of(model).dtype) else 1e-2
     if not torch.allclose(logits, expected, rtol=0, atol=tolerance * float(expected.abs().max())):
         raise UnsupportedHeadError(
@@ -110,10 +119,12 @@ def check_head(model: nn.Module) -> None:
 
 
 def check_rows(model: nn.Module) -> None:
-    """Compare rows of a batch, with other tokens behind them, with each row alone, also beyond short attention windows.
+    """Compare rows of a batch, with other tokens behind them, with each row alone, also beyond
+    short attention windows.
 
     Raises:
-        UnsupportedModelError: they differ, so log-probs and values would depend on what follows and on the batch.
+        UnsupportedModelError: they differ, so log-probs and values would depend on what follows and
+            on the batch.
     """
     lm = causal_lm(model)
     with _probing(lm, "fails on a batch of token ids"):
@@ -127,10 +138,11 @@ def check_rows(model: nn.Module) -> None:
 
 
 def check_repeatable(model: nn.Module) -> None:
-    """Compare a forward that builds a graph, under two seeds, with one that does not, on eight tokens.
+    """Compare a forward that builds a graph, under two seeds, with one that does not, on eight
+    tokens.
 
-    With gradient checkpointing the first runs in training mode where the model asks for it. The random generators are left
-    as they were.
+    With gradient checkpointing the first runs in training mode where the model asks for it. The
+    random generators are left as they were.
 
     Raises:
         RandomForwardError: they differ, so a recomputation would not repeat its forward.
@@ -157,10 +169,11 @@ def run_once(model: nn.Module) -> None:
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
-    """Make sure that every id of the tokenizer is a row of the model's embedding, and every special id of the model
-    is a token of the tokenizer.
+    """Make sure that every id of the tokenizer is a row of the model's embedding, and every special
+    id of the model is a token of the tokenizer.
 
-    An embedding with more rows than the tokenizer has tokens is common (padding to a multiple of 64) and accepted.
+    An embedding with more rows than the tokenizer has tokens is common (padding to a multiple of
+    64) and accepted.
 
     Args:
         model: a causal language model or a ``PeftModel`` around one.
@@ -212,9 +225,11 @@ def _path_of(thing: Any) -> str:
 
 
 def _gap(model: nn.Module, longest: int) -> float:
-    """Largest difference of the hidden states of rows in a batch and alone, as a share of the largest state.
+    """Largest difference of the hidden states of rows in a batch and alone, as a share of the
+    largest state.
 
-    In half precision it is the median over tokens: the experts of a mixture may tip over at one or another.
+    In half precision it is the median over tokens: the experts of a mixture may tip over at one or
+    another.
     """
     lengths = torch.tensor([longest, max(longest // 2, 1), 2])
     tokens = probe_ids(model, 3, longest)

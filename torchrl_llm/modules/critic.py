@@ -20,27 +20,30 @@ from torchrl_llm.modules.prefix_attention import PrefixSharing, row_states
 class TurnCritic(RowModule):
     """Value of the prefix before every action token, and of the whole row.
 
-    The backbone runs once, without the LM head; a linear value head in float32 (float64 for a float64 model) reads the
-    hidden state of the last token of each prefix.
+    The backbone runs once, without the LM head; a linear value head in float32 (float64 for a
+    float64 model) reads the hidden state of the last token of each prefix.
 
-    Reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"``, all ``[B, L]``; writes ``"state_value"`` ``[B, L]``:
-    index i is the value of the tokens before i, 0 where ``turn_ids < 0``; and ``"bootstrap_value"`` ``[B]``, the value
-    of the whole row. Neither looks at the action it is the baseline of. A gap in ``attention_mask`` starts a segment, which is
-    computed as a row of its own (:mod:`torchrl_llm.modules.segments`); ``"bootstrap_value"`` is then that of the last segment.
+    Reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"``, all ``[B, L]``; writes
+    ``"state_value"`` ``[B, L]``: index i is the value of the tokens before i, 0 where
+    ``turn_ids < 0``; and ``"bootstrap_value"`` ``[B]``, the value of the whole row. Neither looks
+    at the action it is the baseline of. A gap in ``attention_mask`` starts a segment, which is
+    computed as a row of its own (:mod:`torchrl_llm.modules.segments`); ``"bootstrap_value"`` is
+    then that of the last segment.
 
     Args:
         model: a model of transformers, with or without its LM head, or a ``PeftModel`` around one.
         adapter: the LoRA adapter to run under; ``None``: the model itself, adapters off.
-        prefixes: what :func:`~torchrl_llm.modules.enable_prefix_sharing` returned for the model: what rows share is computed once.
-            Default ``None``: every row by itself.
+        prefixes: what :func:`~torchrl_llm.modules.enable_prefix_sharing` returned for the model:
+            what rows share is computed once. Default ``None``: every row by itself.
         state_value_key, bootstrap_value_key: where to write.
 
     Attributes:
-        value_head: ``nn.Linear(H, 1)``, zero-initialized: the first value is 0 everywhere, which is no baseline at all
-            rather than a random one.
+        value_head: ``nn.Linear(H, 1)``, zero-initialized: the first value is 0 everywhere, which is
+            no baseline at all rather than a random one.
 
     Raises:
-        RowError: rows that are not right-padded, or have an action where none can be (from ``forward``).
+        RowError: rows that are not right-padded, or have an action where none can be (from
+            ``forward``).
 
     Examples:
         >>> from tensordict import TensorDict
@@ -93,7 +96,8 @@ def values_of(head: nn.Linear, states: Tensor) -> Tensor:
 
 def _zero_head(model: Any) -> nn.Linear:
     weight, config = embedding_of(model), model.config.get_text_config()
-    width = getattr(config, "word_embed_proj_dim", None) or config.hidden_size  # OPT projects its last states
+    # OPT projects its last states
+    width = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
     dtype = torch.promote_types(weight.dtype, torch.float32)
     # skip_init: nn.Linear would take its first weights from the global random generator.
     head = nn.utils.skip_init(nn.Linear, width, 1, dtype=dtype, device=weight.device)

@@ -1,8 +1,9 @@
 """The interface of engines that sample responses: the :class:`InferenceEngine` protocol.
 
-Collectors and evaluations ask an engine for turns, weight syncs load trained weights into it. All of them use this protocol,
-and none depends on an engine's class. :class:`~torchrl_llm.modules.TurnPolicy` implements it on top of one method,
-``generate``; :mod:`torchrl_llm.modules.hf` and :mod:`torchrl_llm.modules.vllm` are the engines of this package.
+Collectors and evaluations ask an engine for turns, weight syncs load trained weights into it. All
+of them use this protocol, and none depends on an engine's class.
+:class:`~torchrl_llm.modules.TurnPolicy` implements it on top of one method, ``generate``;
+:mod:`torchrl_llm.modules.hf` and :mod:`torchrl_llm.modules.vllm` are the engines of this package.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torchrl_llm.modules.sampling import SamplingConfig
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 RETRIES = 3
-"""Times that an engine samples a turn again, each with other noise, because a token's log-prob was not finite."""
+"""Times that an engine samples a turn again, each with other noise, because a token's log-prob was
+not finite."""
 
 
 class ContextLengthError(ValueError):
@@ -39,16 +41,18 @@ class EngineError(RuntimeError):
 
 
 class WeightSyncError(RuntimeError):
-    """The trained weights were not loaded into the engine, or not all of them; the message names the step that failed.
+    """The trained weights were not loaded into the engine, or not all of them; the message names
+    the step that failed.
 
-    The engine may hold a mixture of old and new weights, or keys and values computed with the old ones. It refuses to
-    sample until a sync succeeds.
+    The engine may hold a mixture of old and new weights, or keys and values computed with the old
+    ones. It refuses to sample until a sync succeeds.
     """
 
 
 @contextmanager
 def sync_step(name: str) -> Iterator[None]:
-    """Turn every error of one step of a weight sync into a :class:`WeightSyncError` that names the step.
+    """Turn every error of one step of a weight sync into a :class:`WeightSyncError` that names the
+    step.
 
     Examples:
         >>> with sync_step("loading the weights"):
@@ -70,7 +74,8 @@ class TurnRequest(NamedTuple):
     """A request for the response of one turn.
 
     Attributes:
-        slot: names the request until it is answered, and the cache of its episode between turns; a small int.
+        slot: names the request until it is answered, and the cache of its episode between turns; a
+            small int.
         prompt: ``[l]`` ids of the whole context, l >= 1.
         episode_id, turn: the key of the sampling noise.
         greedy: take the likeliest token instead of sampling.
@@ -102,19 +107,22 @@ class TurnResponse(NamedTuple):
 class InferenceEngine(Protocol):
     """Samples single turns, and loads trained weights.
 
-    One weight sync is :func:`torchrl_llm.weight_update.update_engine`: inside :meth:`exclusive`, first :meth:`load` inside
-    :meth:`updating`, then :meth:`log_probs` for the parity check.
+    One weight sync is :func:`torchrl_llm.weight_update.update_engine`: inside :meth:`exclusive`,
+    first :meth:`load` inside :meth:`updating`, then :meth:`log_probs` for the parity check.
 
-    The defaults are those of an engine without weights of its own. A class that derives from it implements :meth:`submit`,
-    :meth:`poll`, :meth:`cancel` and :attr:`pending`.
+    The defaults are those of an engine without weights of its own. A class that derives from it
+    implements :meth:`submit`, :meth:`poll`, :meth:`cancel` and :attr:`pending`.
 
     Attributes:
         sampling: how responses are sampled, with the ids that end them (``sampling.stop_ids``).
-        policy_version: the version of the weights, stamped on every token; :meth:`weights_changed` raises it by one.
-        owns_weights: whether the engine has weights of its own, so that a thread may sample while others train.
-        loads_base: whether a sync sends the base weights before the first adapter. False: the engine has the trainer's.
-        check_length: tokens of a prompt of the parity check; more than two blocks of a prefix cache, so that stale blocks
-            are found.
+        policy_version: the version of the weights, stamped on every token; :meth:`weights_changed`
+            raises it by one.
+        owns_weights: whether the engine has weights of its own, so that a thread may sample while
+            others train.
+        loads_base: whether a sync sends the base weights before the first adapter. False: the
+            engine has the trainer's.
+        check_length: tokens of a prompt of the parity check; more than two blocks of a prefix
+            cache, so that stale blocks are found.
         methods: the ways to load weights.
     """
 
@@ -152,7 +160,8 @@ class InferenceEngine(Protocol):
 
     @property
     def logprobs_match_trainer(self) -> bool:
-        """Whether a scorer at the same temperature computes the same log-probs that this policy records."""
+        """Whether a scorer at the same temperature computes the same log-probs that this policy
+        records."""
         return False
 
     @property
@@ -161,7 +170,8 @@ class InferenceEngine(Protocol):
         return torch.float32
 
     def drop_cache(self) -> None:
-        """Drop the contexts computed so far; the next turn encodes its own again. The base class holds none."""
+        """Drop the contexts computed so far; the next turn encodes its own again. The base class
+        holds none."""
 
     def close(self) -> None:
         """Free the engine. The base class drops its cache."""
@@ -180,9 +190,10 @@ class InferenceEngine(Protocol):
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
-        """Enter it around :meth:`load`: later tokens carry ``version``; after an error the engine refuses to sample until an
-        update succeeds."""
-        # First, and undone only at the end: also after an interrupt half way nothing is sampled from mixed weights.
+        """Enter it around :meth:`load`: later tokens carry ``version``; after an error the engine
+        refuses to sample until an update succeeds."""
+        # First, and undone only at the end: also after an interrupt half way nothing is sampled
+        # from mixed weights.
         self.invalidate("a weight sync began and did not end well. Sync again before sampling.")
         yield
         self.weights_changed(version)
@@ -192,8 +203,8 @@ class InferenceEngine(Protocol):
         """Replace the weights. Called inside :meth:`updating`.
 
         Args:
-            tensors: of the whole model under transformers' names, ``lm_head.weight`` included also where it is tied; or of an
-                adapter under the names of its files.
+            tensors: of the whole model under transformers' names, ``lm_head.weight`` included also
+                where it is tied; or of an adapter under the names of its files.
             lora: the adapter's settings.
             method: one of :attr:`methods`.
 
@@ -204,7 +215,8 @@ class InferenceEngine(Protocol):
         raise TypeError(self._no_weights("load()"))
 
     def log_probs(self, prompts: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """The likeliest next tokens ``[n, k]`` after ``prompts`` ``[n, L]`` and their log-probs ``[n, k]``, on the CPU."""
+        """The likeliest next tokens ``[n, k]`` after ``prompts`` ``[n, L]`` and their log-probs
+        ``[n, k]``, on the CPU."""
         raise TypeError(self._no_weights("log_probs()"))
 
     def _no_weights(self, method: str) -> str:
@@ -219,7 +231,8 @@ class InferenceEngine(Protocol):
         Args:
             method: one of :attr:`methods`, or ``"auto"``: the fastest that is correct.
             adapter: whether a LoRA adapter is trained.
-            unserved: what of its settings keeps it from being served beside the base weights; ``None``: nothing.
+            unserved: what of its settings keeps it from being served beside the base weights;
+                ``None``: nothing.
 
         Raises:
             ValueError: the method cannot be used here.
@@ -233,7 +246,8 @@ class InferenceEngine(Protocol):
         return "whole", "the engine takes the weights of the whole model"
 
     def weights_changed(self, version: int | None = None) -> None:
-        """Notify the engine of new weights: later tokens carry ``version``, by default the next ``policy_version``."""
+        """Notify the engine of new weights: later tokens carry ``version``, by default the next
+        ``policy_version``."""
         self.policy_version = self.policy_version + 1 if version is None else version
 
     def invalidate(self, reason: str) -> None:

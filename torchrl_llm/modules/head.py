@@ -1,4 +1,5 @@
-"""Log-probs and entropies of a language model's head, with at most one chunk of its logits in memory: :func:`head_scores`."""
+"""Log-probs and entropies of a language model's head, with at most one chunk of its logits in
+memory: :func:`head_scores`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torch.autograd.function import once_differentiable
 from torchrl_llm.modules.lm import causal_lm, logits_factor, soft_cap
 
 _NEVER = -1e30
-"""The logit of a token that cannot be sampled. Not minus infinity, which makes the entropy 0 times infinity."""
+"""The logit of a token that cannot be sampled. Not minus infinity, which makes the entropy 0 times
+infinity."""
 
 
 class HeldBack(NamedTuple):
@@ -41,11 +43,13 @@ class LinearHead(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> LinearHead | None:
-        """The head of a model; ``None`` if it does more: LoRA, a soft cap, hooks, quantized or sharded weights."""
+        """The head of a model; ``None`` if it does more: LoRA, a soft cap, hooks, quantized or
+        sharded weights."""
         lm = causal_lm(model)
         head, config = lm.get_output_embeddings(), lm.config.get_text_config()
         hooked = type(head) is nn.Linear and (head._forward_hooks or head._forward_pre_hooks)
-        # accelerate's hooks replace forward; torchao's quantized weights are tensors of its own in a plain nn.Linear.
+        # accelerate's hooks replace forward; torchao's quantized weights are tensors of its own in
+        # a plain nn.Linear.
         plain = type(head) is nn.Linear and "forward" not in vars(head) and type(head.weight) in (nn.Parameter, Tensor)
         if not plain or hooked or soft_cap(config):
             return None
@@ -69,9 +73,9 @@ def head_scores(
 ) -> tuple[Tensor, ...]:
     """Log-probs of ``targets``, and entropies, from the hidden states before them.
 
-    The logits of ``chunk_size`` tokens at a time are made, once here and once in ``backward`` (an only chunk is kept instead): with
-    ``p`` the probabilities, ``H`` their entropy and ``z`` the logits, ``d log p_t / d z = onehot(t) - p`` and
-    ``d H / d z = -p (log p + H)``.
+    The logits of ``chunk_size`` tokens at a time are made, once here and once in ``backward`` (an
+    only chunk is kept instead): with ``p`` the probabilities, ``H`` their entropy and ``z`` the
+    logits, ``d log p_t / d z = onehot(t) - p`` and ``d H / d z = -p (log p + H)``.
 
     Args:
         hidden: ``[M, H]``.
@@ -109,12 +113,15 @@ class _HeadScores(torch.autograd.Function):
         for start in range(0, len(hidden), chunk_size):
             part = slice(start, start + chunk_size)
             logits = head.logits(hidden[part])
-            ctx.dtype = logits.dtype  # not that of the inputs under autocast, which backward runs without
+            # not that of the inputs under autocast, which backward runs without
+            ctx.dtype = logits.dtype
             logits, target = _sampled_from(logits, temperature, places, ids, part), targets[part].unsqueeze(-1)
-            # The difference of logits and log-probs, at the target, unless that may be held back, and the difference of two -1e30.
+            # The difference of logits and log-probs, at the target, unless that may be held back,
+            # and the difference of two -1e30.
             normalizer = None if places is None else logits.logsumexp(-1)
             at_target = logits.gather(-1, target)
-            log_probs = torch.log_softmax(logits, -1, out=logits)  # one pass, in the memory of the logits
+            # one pass, in the memory of the logits
+            log_probs = torch.log_softmax(logits, -1, out=logits)
             log_prob = log_probs.gather(-1, target)
             normalizer = (at_target - log_prob).squeeze(-1) if normalizer is None else normalizer
             kept = (
@@ -164,7 +171,8 @@ class _HeadScores(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ head.weight
             if grad_weight is not None:
-                # The product in the dtype of the forward, the sum in that of the weights: [V, H], so in place where they are one.
+                # The product in the dtype of the forward, the sum in that of the weights: [V, H],
+                # so in place where they are one.
                 if grad_weight.dtype == grad.dtype:
                     grad_weight.addmm_(grad.T, inputs)
                 else:
@@ -189,7 +197,8 @@ def _grad_logits(
     *,
     keep: bool,
 ) -> Tensor:
-    """The gradient ``[m, V]`` of the logits; all others ``[m, 1]``. In the memory of ``log_probs``, unless they are to be kept."""
+    """The gradient ``[m, V]`` of the logits; all others ``[m, 1]``. In the memory of ``log_probs``,
+    unless they are to be kept."""
     if of_entropy is None:
         grad = (log_probs.exp() if keep else log_probs.exp_()).mul_(-of_log_prob)
     else:

@@ -1,4 +1,5 @@
-"""The kernels that PyTorch chooses from: of attention (:func:`attention_kernels`), of float32 products (:func:`float32_products`)."""
+"""The kernels that PyTorch chooses from: of attention (:func:`attention_kernels`), of float32
+products (:func:`float32_products`)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ __all__ = ["attention_kernels", "float32_products"]
 
 _MKLDNN: Any = mkldnn  # whose attributes type checkers do not see
 
-# PyTorch has one switch for all threads: who enters first turns it off, who leaves last puts it back.
+# PyTorch has one switch for all threads: who enters first turns it off, who leaves last puts it
+# back.
 _LOCK = threading.Lock()
 _found: list[bool] = []
 """What each that is inside found; the first of them found what was there before."""
@@ -22,12 +24,13 @@ _found: list[bool] = []
 
 @contextmanager
 def attention_kernels() -> Iterator[None]:
-    """Inside, ``scaled_dot_product_attention`` takes its flash, memory-efficient or math kernel, and not cuDNN's.
+    """Inside, ``scaled_dot_product_attention`` takes its flash, memory-efficient or math kernel,
+    and not cuDNN's.
 
-    PyTorch 2.11 and later would take cuDNN's first on H100s. Two things are wrong with it here. With a mask it has a
-    gradient of NaN at some lengths (pytorch#196678). And it makes a plan for every new shape, 23 to 37 ms each: each
-    micro-batch has new shapes, and so has each sampled token. A kernel that is switched off outside stays off, and threads
-    may enter at the same time.
+    PyTorch 2.11 and later would take cuDNN's first on H100s. Two things are wrong with it here.
+    With a mask it has a gradient of NaN at some lengths (pytorch#196678). And it makes a plan for
+    every new shape, 23 to 37 ms each: each micro-batch has new shapes, and so has each sampled
+    token. A kernel that is switched off outside stays off, and threads may enter at the same time.
 
     Examples:
         >>> from torch.backends.cuda import cudnn_sdp_enabled
@@ -54,8 +57,9 @@ def attention_kernels() -> Iterator[None]:
 def float32_products(precision: str) -> Iterator[None]:
     """Inside, float32 products of the whole process have a precision; afterwards that of before.
 
-    Two computations that must agree to float32's rounding are compared under "highest": with TF32 they differ a thousand times
-    more, since it rounds factors that differ in their last bit to different 10 bits.
+    Two computations that must agree to float32's rounding are compared under "highest": with TF32
+    they differ a thousand times more, since it rounds factors that differ in their last bit to
+    different 10 bits.
 
     Args:
         precision: as :func:`torch.set_float32_matmul_precision` takes it.
@@ -72,7 +76,8 @@ def float32_products(precision: str) -> Iterator[None]:
     try:
         of_all = torch.get_float32_matmul_precision()
     except RuntimeError:
-        # They were set apart, as `torch.backends.cuda.matmul.fp32_precision`: that of all cannot be read then.
+        # They were set apart, as `torch.backends.cuda.matmul.fp32_precision`: that of all cannot be
+        # read then.
         of_all = "highest"
     try:
         torch.set_float32_matmul_precision(precision)

@@ -1,7 +1,8 @@
 """The inside of a causal language model: its backbone, its head, its vocabulary.
 
-Policies and scorers run the backbone once and the head only where they need logits. These functions find the two, in a plain
-transformers model and in one inside a ``PeftModel``. :mod:`torchrl_llm.modules.checks` says which models are supported.
+Policies and scorers run the backbone once and the head only where they need logits. These functions
+find the two, in a plain transformers model and in one inside a ``PeftModel``.
+:mod:`torchrl_llm.modules.checks` says which models are supported.
 """
 
 from __future__ import annotations
@@ -20,21 +21,25 @@ from torchrl_llm.modules.kernels import attention_kernels
 
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 MOVING_ROPES = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the length of the input: dynamic NTK scaling and LongRoPE.
+"""Rotary embeddings whose frequencies depend on the length of the input: dynamic NTK scaling and
+LongRoPE.
 
-transformers applies other frequencies to the whole batch as soon as its longest row passes the length of pretraining. A row's
-log-probs and values would then depend on its neighbors (:func:`rope_by_row`).
+transformers applies other frequencies to the whole batch as soon as its longest row passes the
+length of pretraining. A row's log-probs and values would then depend on its neighbors
+(:func:`rope_by_row`).
 """
 
 
 def causal_lm(model: nn.Module) -> Any:
-    """The transformers model itself: what a ``PeftModel`` wraps (its adapters stay in place), else ``model``."""
+    """The transformers model itself: what a ``PeftModel`` wraps (its adapters stay in place), else
+    ``model``."""
     wrapped: Any = model
     return wrapped.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def embedding_of(model: nn.Module) -> Tensor:
-    """The weight ``[V, H]`` of the token embedding: its device is where ids go, its dtype what the model computes in."""
+    """The weight ``[V, H]`` of the token embedding: its device is where ids go, its dtype what the
+    model computes in."""
     return causal_lm(model).get_input_embeddings().weight
 
 
@@ -56,7 +61,8 @@ def vocabulary_of(model: nn.Module) -> int:
 
 
 def is_full_precision(dtype: torch.dtype) -> bool:
-    """Whether two orders of computation agree to about 1e-6 in this dtype; in half precision they differ by about 1e-2."""
+    """Whether two orders of computation agree to about 1e-6 in this dtype; in half precision they
+    differ by about 1e-2."""
     return dtype in (torch.float32, torch.float64)
 
 
@@ -66,7 +72,8 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def backbone(model: nn.Module) -> Any:
-    """The part of a causal language model that maps ``[B, L]`` ids to ``[B, L, H]`` hidden states, without the head.
+    """The part of a causal language model that maps ``[B, L]`` ids to ``[B, L, H]`` hidden states,
+    without the head.
 
     Args:
         model: a transformers model, with or without its head, or a ``PeftModel`` around one.
@@ -75,23 +82,27 @@ def backbone(model: nn.Module) -> Any:
     found = lm.get_decoder()
     if isinstance(found, PreTrainedModel) and found.get_output_embeddings() is None:
         return found
-    # transformers goes by names, and for some families it finds the head (ModernBertDecoder) or the whole (Llama4).
+    # transformers goes by names, and for some families it finds the head (ModernBertDecoder) or the
+    # whole (Llama4).
     return next((child for child in lm.children() if isinstance(child, PreTrainedModel)), found)
 
 
 def cache_argument(decoder: nn.Module) -> str:
-    """The argument of a forward that takes cached keys and values: transformers 5.24 renamed ``past_key_values`` ``cache``."""
+    """The argument of a forward that takes cached keys and values: transformers 5.24 renamed
+    ``past_key_values`` ``cache``."""
     return "cache" if "cache" in signature(decoder.forward).parameters else "past_key_values"
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Last hidden states ``[B, L, H]`` of right-padded ``tokens`` ``[B, L]``, each row as if it were alone.
+    """Last hidden states ``[B, L, H]`` of right-padded ``tokens`` ``[B, L]``, each row as if it
+    were alone.
 
-    ``lengths`` ``[B]`` are the tokens of each row that matter, the most of them L, for models whose rotary frequencies depend
-    on them (:data:`MOVING_ROPES`); ``None``: all L.
+    ``lengths`` ``[B]`` are the tokens of each row that matter, the most of them L, for models whose
+    rotary frequencies depend on them (:data:`MOVING_ROPES`); ``None``: all L.
 
-    Attention is causal and padding lies on the right, so no valid position ever sees it: no mask is passed, and
-    attention kernels take their fast causal path. States at padded positions are undefined.
+    Attention is causal and padding lies on the right, so no valid position ever sees it: no mask is
+    passed, and attention kernels take their fast causal path. States at padded positions are
+    undefined.
 
     """
     decoder = backbone(model)
@@ -102,11 +113,13 @@ def hidden_states(model: nn.Module, tokens: Tensor, lengths: Tensor | None = Non
 
 
 def checkpointing(decoder: nn.Module) -> AbstractContextManager[None]:
-    """Around a forward, which then checkpoints activations if the model is set to, and if it builds a graph.
+    """Around a forward, which then checkpoints activations if the model is set to, and if it builds
+    a graph.
 
-    transformers checkpoints in training mode only, and in that mode it also refuses the KV cache that generation needs. So
-    models stay in evaluation mode, and only the modules that checkpoint are switched, and nothing inside them: dropout,
-    jitter and random routing stay off, in the forward as in its recomputation.
+    transformers checkpoints in training mode only, and in that mode it also refuses the KV cache
+    that generation needs. So models stay in evaluation mode, and only the modules that checkpoint
+    are switched, and nothing inside them: dropout, jitter and random routing stay off, in the
+    forward as in its recomputation.
     """
     return training_flags(_checkpointed(decoder) if torch.is_grad_enabled() else (), True)
 
@@ -122,7 +135,8 @@ def _checkpointed(decoder: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def training_flags(modules: Iterable[nn.Module], training: bool) -> Iterator[None]:
-    """Set the training flag of these modules, without their children, and put it back afterwards."""
+    """Set the training flag of these modules, without their children, and put it back
+    afterwards."""
     switched = [module for module in modules if module.training is not training]
     try:
         for module in switched:
@@ -136,9 +150,10 @@ def training_flags(modules: Iterable[nn.Module], training: bool) -> Iterator[Non
 def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     """Logits of hidden states, as the model's own forward computes them.
 
-    Covers the factors and the soft cap that some families apply after the head (Cohere's ``logit_scale``, Granite's
-    ``logits_scaling``, Falcon-H1's ``lm_head_multiplier``, the soft caps of Gemma, RecurrentGemma and xLSTM);
-    :func:`torchrl_llm.modules.check_head` tells whether that is all.
+    Covers the factors and the soft cap that some families apply after the head (Cohere's
+    ``logit_scale``, Granite's ``logits_scaling``, Falcon-H1's ``lm_head_multiplier``, the soft caps
+    of Gemma, RecurrentGemma and xLSTM); :func:`torchrl_llm.modules.check_head` tells whether that
+    is all.
 
     Args:
         model: a causal language model or a ``PeftModel`` around one.
@@ -151,7 +166,8 @@ def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def logits_function(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """:func:`lm_logits` of one model, its configuration read once: for loops in which that time counts."""
+    """:func:`lm_logits` of one model, its configuration read once: for loops in which that time
+    counts."""
     lm = causal_lm(model)
     config, head = lm.config.get_text_config(), lm.get_output_embeddings()
     factor, cap = logits_factor(config), soft_cap(config)
@@ -186,10 +202,12 @@ def generation_end_ids(model: nn.Module) -> int | list[int] | None:
 
 
 def moving_ropes(model: nn.Module) -> list[nn.Module]:
-    """The rotary embeddings of ``model`` whose frequencies depend on the largest position they are given."""
+    """The rotary embeddings of ``model`` whose frequencies depend on the largest position they are
+    given."""
     found = []
     for module in model.modules():
-        kinds = vars(module).get("rope_type")  # much faster than getattr, which looks through parameters and buffers
+        # much faster than getattr, which looks through parameters and buffers
+        kinds = vars(module).get("rope_type")
         if any(kind in MOVING_ROPES for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
             found.append(module)
     return found
@@ -202,8 +220,10 @@ def rope_by_row(model: nn.Module, lengths: Tensor) -> Iterator[None]:
     It is one forward still, so all ranks of a sharded model run the same number of them.
 
     Args:
-        model: its forwards get rows ``[B, L]`` without a cache. Nothing happens if it has no :func:`moving_ropes`.
-        lengths: ``[B]`` int64, at least 1, the largest L: the tokens of each row. States of the tokens after them are undefined.
+        model: its forwards get rows ``[B, L]`` without a cache. Nothing happens if it has no
+            :func:`moving_ropes`.
+        lengths: ``[B]`` int64, at least 1, the largest L: the tokens of each row. States of the
+            tokens after them are undefined.
     """
     modules = moving_ropes(model)
     sizes: list[int] = lengths.tolist() if modules else []
@@ -214,7 +234,8 @@ def rope_by_row(model: nn.Module, lengths: Tensor) -> Iterator[None]:
         positions = call.arguments["position_ids"][:1]
 
         def embeddings(size: int) -> Any:
-            # Dynamic scaling keeps the frequencies of the longest input so far until it gets one that needs no scaling.
+            # Dynamic scaling keeps the frequencies of the longest input so far until it gets one
+            # that needs no scaling.
             for end in (1, size):
                 call.arguments["position_ids"] = positions[:, :end]
                 # `forward`, not the module: a call would run this hook again.

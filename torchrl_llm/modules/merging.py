@@ -1,4 +1,5 @@
-"""Trained weights as named tensors: :func:`merged_tensors` of a whole model, :func:`adapter_tensors` of a LoRA adapter.
+"""Trained weights as named tensors: :func:`merged_tensors` of a whole model,
+:func:`adapter_tensors` of a LoRA adapter.
 
 Independent of engines and files. The live model is only read.
 """
@@ -21,17 +22,20 @@ from torchrl_llm.modules.weights import WeightsError, adapter_of
 
 
 def merged_tensors(model: nn.Module, adapter: str | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the whole model, under the names that it has without PEFT, ``adapter`` merged into them.
+    """The weights of the whole model, under the names that it has without PEFT, ``adapter`` merged
+    into them.
 
-    One layer is merged at a time, so little memory is needed, and by PEFT itself, so every variant that PEFT merges
-    (rsLoRA, DoRA, biases) is covered. ``lm_head.weight`` is among them, tied or not.
+    One layer is merged at a time, so little memory is needed, and by PEFT itself, so every variant
+    that PEFT merges (rsLoRA, DoRA, biases) is covered. ``lm_head.weight`` is among them, tied or
+    not.
 
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around one.
         adapter: the adapter to merge; ``None``: the base model.
 
     Yields:
-        Name and tensor, detached, in the dtype and on the device of the model. Tensors that no adapter changes are the
+        Name and tensor, detached, in the dtype and on the device of the model. Tensors that no
+            adapter changes are the
         model's own.
 
     Raises:
@@ -50,7 +54,8 @@ def merged_tensors(model: nn.Module, adapter: str | None = None) -> Iterator[tup
     # With both names of a module that is used twice, as in state_dict.
     layers = {name: module for name, module in lm.named_modules(remove_duplicate=False) if id(module) in wrappers}
     _check_mergeable(lm, layers, adapter)
-    # Not named_parameters, which leaves out a tied head: vLLM would keep its old one, silently, 0.6 nats off.
+    # Not named_parameters, which leaves out a tied head: vLLM would keep its old one, silently, 0.6
+    # nats off.
     for name, tensor in lm.state_dict().items():
         if not any(parent in layers for parent in _parents(name)):
             yield name, tensor
@@ -67,7 +72,8 @@ def merged_tensors(model: nn.Module, adapter: str | None = None) -> Iterator[tup
 
 
 class MergedTensors:
-    """:func:`merged_tensors`, merged again at each iteration: a transfer between GPUs reads names and shapes first."""
+    """:func:`merged_tensors`, merged again at each iteration: a transfer between GPUs reads names
+    and shapes first."""
 
     def __init__(self, model: nn.Module, adapter: str | None = None) -> None:
         self._arguments = model, adapter
@@ -77,7 +83,8 @@ class MergedTensors:
 
 
 def adapter_tensors(model: Any, adapter: str) -> dict[str, Tensor]:
-    """The tensors of a LoRA adapter, detached, under the names that PEFT and vLLM give them in files.
+    """The tensors of a LoRA adapter, detached, under the names that PEFT and vLLM give them in
+    files.
 
     Args:
         model: a ``PeftModel``.
@@ -93,7 +100,8 @@ def adapter_tensors(model: Any, adapter: str) -> dict[str, Tensor]:
 
 
 def why_not_servable(model: Any, adapter: str) -> str | None:
-    """The setting of the adapter with which vLLM cannot serve it beside the base weights; ``None``: there is none."""
+    """The setting of the adapter with which vLLM cannot serve it beside the base weights; ``None``:
+    there is none."""
     config = model.peft_config[adapter]
     unserved = ("use_dora", "lora_bias", "modules_to_save", "target_parameters", "trainable_token_indices")
     for field in unserved:

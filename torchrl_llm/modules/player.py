@@ -14,8 +14,9 @@ from torchrl_llm.modules.sampling import SamplingConfig
 from torchrl_llm.utils.fingerprint import fingerprint
 
 Player = Callable[[str, random.Random], str]
-"""``player(context, rng)``: the text of a turn. ``context`` is the conversation so far as the model reads it, control tokens of
-its template included; ``rng`` is all the chance that a player may use."""
+"""``player(context, rng)``: the text of a turn. ``context`` is the conversation so far as the model
+reads it, control tokens of its template included; ``rng`` is all the chance that a player may
+use."""
 
 
 class PlayerError(ValueError):
@@ -23,23 +24,27 @@ class PlayerError(ValueError):
 
 
 class PlayerPolicy(TurnPolicy):
-    """Lets a :data:`Player` play, for demonstrations to imitate (:class:`~torchrl_llm.objectives.LLMSFTLoss`).
+    """Lets a :data:`Player` play, for demonstrations to imitate
+    (:class:`~torchrl_llm.objectives.LLMSFTLoss`).
 
-    Chance is keyed by ``(seed, episode_id, turn)``, so an episode does not depend on its neighbors, and a resumed run plays the
-    same. The log-probs are ``nan``: a player has none, and a loss that would compare with it must not go on.
+    Chance is keyed by ``(seed, episode_id, turn)``, so an episode does not depend on its neighbors,
+    and a resumed run plays the same. The log-probs are ``nan``: a player has none, and a loss that
+    would compare with it must not go on.
 
     Args:
         player: says what to write.
         tokenizer: decodes the context.
-        encode: the ids of an answer with its end of the turn, such as :meth:`~torchrl_llm.envs.ChatFormatter.answer`.
+        encode: the ids of an answer with its end of the turn, such as
+            :meth:`~torchrl_llm.envs.ChatFormatter.answer`.
         max_output_tokens: most tokens of an answer, the end of the turn included.
-        min_output_tokens: fewest tokens before the end of the turn, as the model samples; default 0.
+        min_output_tokens: fewest tokens before the end of the turn, as the model samples;
+            default 0.
         seed: the first part of the key of chance, >= 0.
         trained: the policy whose versions the tokens are stamped with; ``None``: 0 for all.
 
     Raises:
-        PlayerError: an answer is longer or shorter, or empty (when it is played): a cut answer would be imitated, or an end that
-            the model cannot sample.
+        PlayerError: an answer is longer or shorter, or empty (when it is played): a cut answer
+            would be imitated, or an end that the model cannot sample.
 
     Examples:
         >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -78,7 +83,8 @@ class PlayerPolicy(TurnPolicy):
     def generate(
         self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor, *, slots: Tensor, greedy: bool
     ) -> Generation:
-        """Ask the player for every row; see :meth:`TurnPolicy.generate`. ``greedy`` changes nothing."""
+        """Ask the player for every row; see :meth:`TurnPolicy.generate`. ``greedy`` changes
+        nothing."""
         contexts = [ids[:length] for ids, length in zip(prompt.tolist(), lengths.tolist(), strict=True)]
         places = zip(contexts, episode_id.tolist(), turn.tolist(), strict=True)
         answers = [torch.tensor(self._answer_to(*place)) for place in places]

@@ -1,11 +1,13 @@
 """The base class of policies: :class:`TurnPolicy`, an inference engine on top of ``generate``.
 
-A policy maps the context of each slot to the sampled response of one turn. Engines (:mod:`torchrl_llm.modules.hf`,
-:mod:`torchrl_llm.modules.vllm`) implement :meth:`TurnPolicy.generate` for the active slots only; the base class handles
-idle slots, padding, turn ids and versions, so that they mean the same for every engine.
+A policy maps the context of each slot to the sampled response of one turn. Engines
+(:mod:`torchrl_llm.modules.hf`, :mod:`torchrl_llm.modules.vllm`) implement
+:meth:`TurnPolicy.generate` for the active slots only; the base class handles idle slots, padding,
+turn ids and versions, so that they mean the same for every engine.
 
-There are two ways to sample: a call with a TensorDict answers one turn of every active slot; :meth:`TurnPolicy.submit` and
-:meth:`TurnPolicy.poll` answer single turns, in the order in which they finish.
+There are two ways to sample: a call with a TensorDict answers one turn of every active slot;
+:meth:`TurnPolicy.submit` and :meth:`TurnPolicy.poll` answer single turns, in the order in which
+they finish.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Generation(NamedTuple):
         tokens: ``[n, A]`` int64, right-padded; the stop id is included.
         lengths: ``[n]`` int64, number of valid tokens of each response, >= 1.
         log_probs: ``[n, A]`` float32, under the distribution really sampled from.
-        versions: ``[n, A]`` int64, the weights that each token was sampled with; ``None``: ``policy_version`` for all.
+        versions: ``[n, A]`` int64, the weights that each token was sampled with; ``None``:
+            ``policy_version`` for all.
     """
 
     tokens: Tensor
@@ -46,18 +49,19 @@ class Generation(NamedTuple):
 class TurnPolicy(TensorDictModuleBase, InferenceEngine):
     """Base class of policies that answer one turn of every active slot in one call.
 
-    Reads the context (``("tokens", "prompt")`` ``[N, L]``, ``("tokens", "prompt_length")`` ``[N, 1]``, ``"turn"``
-    ``[N, 1]``, ``"episode_id"`` ``[N, 1]``) and writes ``("tokens", "response")``, ``("tokens", "response_mask")``,
-    ``("tokens", "log_probs")``, ``"turn_ids"`` and ``"policy_version"``, all ``[N, A]`` with
-    ``A = sampling.max_output_tokens``. A slot whose ``prompt_length`` is 0 idles: it costs nothing and its response
-    is empty.
+    Reads the context (``("tokens", "prompt")`` ``[N, L]``, ``("tokens", "prompt_length")``
+    ``[N, 1]``, ``"turn"`` ``[N, 1]``, ``"episode_id"`` ``[N, 1]``) and writes
+    ``("tokens", "response")``, ``("tokens", "response_mask")``, ``("tokens", "log_probs")``,
+    ``"turn_ids"`` and ``"policy_version"``, all ``[N, A]`` with ``A = sampling.max_output_tokens``.
+    A slot whose ``prompt_length`` is 0 idles: it costs nothing and its response is empty.
 
-    Sampling noise is keyed by ``(seed, episode_id, turn)``, so an episode does not depend on its neighbors in the
-    batch. Under ``ExplorationType.DETERMINISTIC`` (or ``MODE``) decoding is greedy.
+    Sampling noise is keyed by ``(seed, episode_id, turn)``, so an episode does not depend on its
+    neighbors in the batch. Under ``ExplorationType.DETERMINISTIC`` (or ``MODE``) decoding is
+    greedy.
 
-    It is an :class:`~torchrl_llm.modules.InferenceEngine`. A subclass writes :meth:`generate`; an engine with weights of its
-    own writes :meth:`load` and :meth:`log_probs` too, and an engine that batches continuously :meth:`submit`, :meth:`poll`,
-    :meth:`cancel` and :attr:`pending`.
+    It is an :class:`~torchrl_llm.modules.InferenceEngine`. A subclass writes :meth:`generate`; an
+    engine with weights of its own writes :meth:`load` and :meth:`log_probs` too, and an engine that
+    batches continuously :meth:`submit`, :meth:`poll`, :meth:`cancel` and :attr:`pending`.
 
     Args:
         sampling: how responses are sampled.
@@ -81,7 +85,8 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
         self._queue: list[TurnRequest] = []
 
     def fingerprint(self) -> str:
-        """What tells this policy from others, as a player: a hash of its class, its sampling and its seed, and of what a subclass adds."""
+        """What tells this policy from others, as a player: a hash of its class, its sampling and
+        its seed, and of what a subclass adds."""
         return fingerprint((type(self), self.sampling, self.seed))
 
     @abstractmethod
@@ -95,7 +100,8 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
             lengths: ``[n]`` int64, > 0.
             turn: ``[n]`` int64.
             episode_id: ``[n]`` int64.
-            slots: ``[n]`` int64, the index of each row in the full batch (a key for caches, never for noise).
+            slots: ``[n]`` int64, the index of each row in the full batch (a key for caches, never
+                for noise).
             greedy: take the likeliest token instead of sampling.
         """
 
@@ -104,8 +110,8 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
     def submit(self, request: TurnRequest) -> None:
         """Request one turn; :meth:`poll` answers it.
 
-        No two requests may share a slot at a time; once answered or cancelled, the slot may be used again. The prompt may be
-        a view that changes after the answer.
+        No two requests may share a slot at a time; once answered or cancelled, the slot may be used
+        again. The prompt may be a view that changes after the answer.
         """
         self._queue.append(request)
 
@@ -115,14 +121,15 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
         return len(self._queue)
 
     def cancel(self, slots: Sequence[int] | None = None) -> None:
-        """Drop the requests of ``slots`` (default: all), if there are any; they are never answered."""
+        """Drop the requests of ``slots`` (default: all), if there are any; they are never
+        answered."""
         self._queue = [] if slots is None else [request for request in self._queue if request.slot not in slots]
 
     def poll(self) -> list[TurnResponse]:
         """Advance what was submitted, and return the answers that are finished, in any order.
 
-        Engines that batch continuously take one step. The base class answers everything at once, in one call of
-        :meth:`generate` for all that is sampled, and one for all that is greedy.
+        Engines that batch continuously take one step. The base class answers everything at once, in
+        one call of :meth:`generate` for all that is sampled, and one for all that is greedy.
         """
         queue, self._queue = self._queue, []
         return [
@@ -171,7 +178,8 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
         return tensordict
 
     def _respond(self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor) -> tuple[Tensor, ...]:
-        """The values ``[N, A]`` of ``out_keys`` for all slots: 0, False, 0, -1 and -1 off the mask."""
+        """The values ``[N, A]`` of ``out_keys`` for all slots: 0, False, 0, -1 and -1 off the
+        mask."""
         self.check_usable()
         tokens = torch.zeros(len(lengths), self.sampling.max_output_tokens, dtype=torch.int64, device=lengths.device)
         log_probs, mask = torch.zeros_like(tokens, dtype=torch.float32), torch.zeros_like(tokens, dtype=torch.bool)
@@ -191,7 +199,8 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
         generation = self.generate(*rows, slots=slots, greedy=greedy)
         valid = torch.arange(tokens.shape[-1], device=tokens.device) < generation.lengths.unsqueeze(-1)
         mask[slots] = valid
-        # What lies behind the end of a response is undefined: engines may sample on until a whole batch is finished.
+        # What lies behind the end of a response is undefined: engines may sample on until a whole
+        # batch is finished.
         tokens[slots] = generation.tokens.masked_fill(~valid, 0)
         log_probs[slots] = generation.log_probs.masked_fill(~valid, 0.0)
         turn_ids[slots] = torch.where(valid, turn[slots].unsqueeze(-1), -1)

@@ -1,7 +1,7 @@
 """Where the action tokens of a batch of rows stand, and the base class of what computes at them.
 
-The scorer and the critic both read the hidden state *before* each action token and write one number *at* it. This
-module finds these places, once per forward.
+The scorer and the critic both read the hidden state *before* each action token and write one number
+*at* it. This module finds these places, once per forward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torchrl_llm.modules.segments import Segments
 
 
 class RowError(ValueError):
-    """A batch of rows that is not right-padded, or whose ``turn_ids`` mark tokens that cannot be actions."""
+    """A batch of rows that is not right-padded, or whose ``turn_ids`` mark tokens that cannot be
+    actions."""
 
 
 class ActionPositions(NamedTuple):
@@ -45,7 +46,8 @@ class ActionPositions(NamedTuple):
     shape: torch.Size
 
     def last_actions(self) -> Tensor:
-        """``[B]`` int64: the column of each row's last action token, which is the number of tokens before it; at least 1."""
+        """``[B]`` int64: the column of each row's last action token, which is the number of tokens
+        before it; at least 1."""
         return self.lengths.new_ones(self.shape[0]).scatter_reduce(0, self.rows, self.columns, "amax")
 
     def scatter(self, values: Tensor) -> Tensor:
@@ -73,8 +75,8 @@ def action_positions(attention_mask: Tensor, turn_ids: Tensor) -> ActionPosition
         turn_ids: ``[B, L]`` int64, -1 where the token is not an action.
 
     Raises:
-        RowError: a row is padded on the left, is empty, starts with an action token (nothing precedes it), or has an
-            action token in its padding.
+        RowError: a row is padded on the left, is empty, starts with an action token (nothing
+            precedes it), or has an action token in its padding.
 
     Examples:
         >>> mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
@@ -112,9 +114,11 @@ def action_positions(attention_mask: Tensor, turn_ids: Tensor) -> ActionPosition
 
 
 class RowModule(TensorDictModuleBase):
-    """Base class of the scorer and the critic: one forward over rows, one number at each action token.
+    """Base class of the scorer and the critic: one forward over rows, one number at each action
+    token.
 
-    A gap in ``attention_mask`` starts a segment, which is computed as a row of its own (:mod:`torchrl_llm.modules.segments`).
+    A gap in ``attention_mask`` starts a segment, which is computed as a row of its own
+    (:mod:`torchrl_llm.modules.segments`).
     """
 
     def __init__(
@@ -150,10 +154,12 @@ class RowModule(TensorDictModuleBase):
 
     @abstractmethod
     def _compute_rows(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
-        """The results ``[B, L]`` or ``[B]``, in the order of ``out_keys``, of rows ``[B, L]`` of one segment each."""
+        """The results ``[B, L]`` or ``[B]``, in the order of ``out_keys``, of rows ``[B, L]`` of
+        one segment each."""
 
 
 def prefix_cost(*modules: nn.Module) -> PrefixCost | None:
-    """The :attr:`RowModule.prefix_cost` of modules that run on the same rows; ``None`` if one of them shares nothing."""
+    """The :attr:`RowModule.prefix_cost` of modules that run on the same rows; ``None`` if one of
+    them shares nothing."""
     costs = [module.prefix_cost if isinstance(module, RowModule) else None for module in modules]
     return None if None in costs else costs[0]

@@ -1,7 +1,9 @@
-"""Forwards that compute what rows share once: :func:`row_states`, for models that :func:`enable_prefix_sharing` prepared.
+"""Forwards that compute what rows share once: :func:`row_states`, for models that
+:func:`enable_prefix_sharing` prepared.
 
-One call of the backbone gets the distinct tokens of all rows as a single sequence. Only attention tells prefixes apart: this
-module's function for it gives every stage of the layout (:mod:`torchrl_llm.modules.prefixes`) its own keys and values.
+One call of the backbone gets the distinct tokens of all rows as a single sequence. Only attention
+tells prefixes apart: this module's function for it gives every stage of the layout
+(:mod:`torchrl_llm.modules.prefixes`) its own keys and values.
 """
 
 from __future__ import annotations
@@ -49,10 +51,11 @@ ATTENTION = "sdpa_prefixes"
 """The name of :func:`prefix_attention` in transformers. Without a tree it is ``"sdpa"``."""
 
 _STAGE_FLOPS = {"cpu": 1e7, "cuda": 3e10}
-"""Floating-point operations that a device does in the time that the calls of one stage take in one layer.
+"""Floating-point operations that a device does in the time that the calls of one stage take in one
+layer.
 
-Measured on CPUs. That of "cuda" is a guess, for an H100: nothing was measured on a GPU. It decides how much rows have to share
-for a stage of their own, and changes results by rounding only.
+Measured on CPUs. That of "cuda" is a guess, for an H100: nothing was measured on a GPU. It decides
+how much rows have to share for a stage of their own, and changes results by rounding only.
 """
 
 _OTHER_ATTENTION = ("position_bias", "softcap", "s_aux", "indices", "cache")
@@ -65,7 +68,8 @@ class PrefixSharing(NamedTuple):
     Attributes:
         hidden_size: of the model.
         kv_share: numbers in a key, of all heads, for each number in a hidden state.
-        max_length: rows of more tokens are computed one by one: attention may have a window that was not tried.
+        max_length: rows of more tokens are computed one by one: attention may have a window that
+            was not tried.
     """
 
     hidden_size: int
@@ -73,28 +77,32 @@ class PrefixSharing(NamedTuple):
     max_length: float = float("inf")
 
     def cost(self, device: torch.device, *, recomputed: bool = False) -> PrefixCost:
-        """What decides where rows are cut, and whether. It depends on nothing measured, so that a run can be repeated.
+        """What decides where rows are cut, and whether. It depends on nothing measured, so that a
+        run can be repeated.
 
         Args:
             device: of the model.
             recomputed: with gradient checkpointing.
         """
         size = self.hidden_size
-        # A layer of width H does about 24 H^2 operations on a token, and 4 H for each token that it attends to.
+        # A layer of width H does about 24 H^2 operations on a token, and 4 H for each token that it
+        # attends to.
         flops = 24 * size**2
         return PrefixCost(
             stage=_STAGE_FLOPS.get(device.type, 3e10) / flops,
             context=4 * size / flops,
             key=4 / size * self.kv_share,
-            # A layer copies keys and values again for its backward. Of what a model with recomputation has in memory, a layer's
-            # copies are a part that counts: of about 16 numbers for each of a hidden state, a key and a value are two.
+            # A layer copies keys and values again for its backward. Of what a model with
+            # recomputation has in memory, a layer's copies are a part that counts: of about 16
+            # numbers for each of a hidden state, a key and a value are two.
             key_size=self.kv_share / 8 if recomputed else 0.0,
             max_length=self.max_length,
         )
 
 
 def enable_prefix_sharing(model: nn.Module) -> PrefixSharing | None:
-    """Prepare a model for forwards that compute shared prefixes once, after a comparison with plain rows on a few tokens.
+    """Prepare a model for forwards that compute shared prefixes once, after a comparison with plain
+    rows on a few tokens.
 
     The model's attention becomes :data:`ATTENTION`, which is ``"sdpa"`` for every other forward.
 
@@ -193,7 +201,8 @@ class RowStates(NamedTuple):
 
     Attributes:
         states: ``[N, H]``.
-        places: ``[B, L]`` where in ``states`` the state of each token is; behind a row's end, anything.
+        places: ``[B, L]`` where in ``states`` the state of each token is; behind a row's end,
+            anything.
         repeats: some places occur more than once.
     """
 
@@ -203,7 +212,8 @@ class RowStates(NamedTuple):
 
 
 def row_states(model: nn.Module, tokens: Tensor, lengths: Tensor, sharing: PrefixSharing | None = None) -> RowStates:
-    """Last hidden states of right-padded ``tokens`` ``[B, L]``, as :func:`~torchrl_llm.modules.lm.hidden_states`.
+    """Last hidden states of right-padded ``tokens`` ``[B, L]``, as
+    :func:`~torchrl_llm.modules.lm.hidden_states`.
 
     Args:
         model: a causal language model or a ``PeftModel`` around one.
@@ -225,7 +235,8 @@ def tree_states(model: nn.Module, tree: PrefixTree) -> Tensor:
     """Last hidden states ``[T, H]`` of the tokens of a tree.
 
     Raises:
-        RuntimeError: the model's attention is not :data:`ATTENTION` any more, and would see the rows as one.
+        RuntimeError: the model's attention is not :data:`ATTENTION` any more, and would see the
+            rows as one.
     """
     decoder = backbone(model)
     if decoder.config._attn_implementation != ATTENTION:
@@ -257,7 +268,8 @@ def prefix_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: ``[1, heads, T, D]`` queries, and keys and values of a divisor of these heads."""
+    """What transformers calls in every layer: ``[1, heads, T, D]`` queries, and keys and values of
+    a divisor of these heads."""
     if prefix_tree is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
@@ -282,7 +294,8 @@ def prefix_attention(
 
 
 def _computed_in(query: Tensor) -> torch.dtype:
-    """The dtype of attention: of the queries, or what autocast makes of it, with masks that would be copied in every layer."""
+    """The dtype of attention: of the queries, or what autocast makes of it, with masks that would
+    be copied in every layer."""
     kind = query.device.type
     if query.dtype == torch.float32 and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -290,13 +303,14 @@ def _computed_in(query: Tensor) -> torch.dtype:
 
 
 def _takes_groups(key: Tensor, value: Tensor, groups: int, dtype: torch.dtype) -> bool:
-    """Whether a kernel without a mask takes fewer keys than queries. CUDA's for float32 does not: PyTorch would fall back to one
-    whose memory grows with the square of the tokens."""
+    """Whether a kernel without a mask takes fewer keys than queries. CUDA's for float32 does not:
+    PyTorch would fall back to one whose memory grows with the square of the tokens."""
     return groups == 1 or (use_gqa_in_sdpa(None, key, value) and not (key.is_cuda and is_full_precision(dtype)))
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """As :func:`masked_attention`, of prefixes that begin at column 0, and whose keys are the stage's own."""
+    """As :func:`masked_attention`, of prefixes that begin at column 0, and whose keys are the
+    stage's own."""
     nodes, width, heads, groups, _ = query.shape
     k, v = (x.to(query.dtype).view(nodes, width, heads, -1).transpose(1, 2) for x in (key, value))
     q = query.flatten(2, 3).transpose(1, 2)
@@ -305,7 +319,8 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float 
 
 
 def _probe_rows(model: nn.Module, longest: int) -> tuple[Tensor, list[int]]:
-    """Eight rows ``[8, longest]`` that fork from the first, or from one of its branches, and the columns where they do."""
+    """Eight rows ``[8, longest]`` that fork from the first, or from one of its branches, and the
+    columns where they do."""
     forks = [longest] + [longest // 2] * 4 + [longest - 1] * 3
     tokens = probe_ids(model, 1, longest).repeat(8, 1)
     for row, fork in enumerate(forks):
@@ -321,7 +336,8 @@ def _probe_states(model: nn.Module, longest: int) -> Tensor:
 
 
 def _gap(model: nn.Module, longest: int, expected: Tensor) -> float:
-    """The difference of the states of the probe's rows, behind their forks, with a tree; as a share of the largest state."""
+    """The difference of the states of the probe's rows, behind their forks, with a tree; as a share
+    of the largest state."""
     tokens, forks = _probe_rows(model, longest)
     free = PrefixCost(stage=0, context=0, key=0)
     plan = plan_prefixes(tokens.cpu().numpy(), torch.full((8,), longest).numpy(), free)

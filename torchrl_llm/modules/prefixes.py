@@ -1,8 +1,10 @@
-"""Which tokens the rows of a batch share, and how to lay them out without repetition: :func:`plan_prefixes`.
+"""Which tokens the rows of a batch share, and how to lay them out without repetition:
+:func:`plan_prefixes`.
 
-The rows form a trie over token ids. It is cut at a few columns into stages; of each stage the distinct prefixes that reach
-beyond its first column are a rectangle of tokens. Only ids are read here: :mod:`torchrl_llm.modules.prefix_attention` runs a
-model over the result, and :mod:`torchrl_llm.data.batching` chooses the rows that share a forward.
+The rows form a trie over token ids. It is cut at a few columns into stages; of each stage the
+distinct prefixes that reach beyond its first column are a rectangle of tokens. Only ids are read
+here: :mod:`torchrl_llm.modules.prefix_attention` runs a model over the result, and
+:mod:`torchrl_llm.data.batching` chooses the rows that share a forward.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ Floats = NDArray[np.float64]
 _MOST_COLUMNS = 1024
 """Columns where rows may be cut: time and memory of the choice grow with their square."""
 _MOST_ROWS = 16
-"""Rows times the longest of them in one forward, at most this many times the bound: losses hold every row, shared or not."""
+"""Rows times the longest of them in one forward, at most this many times the bound: losses hold
+every row, shared or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +33,8 @@ class PrefixCost:
         stage: the calls of attention kernels that a stage needs.
         context: a token that another token attends to.
         key: a copy of the keys and values of one token.
-        key_size: the memory of such a copy, as a share of a token's activations; 0 where it is not kept.
+        key_size: the memory of such a copy, as a share of a token's activations; 0 where it is not
+            kept.
         max_length: rows of more tokens share nothing.
     """
 
@@ -41,7 +45,8 @@ class PrefixCost:
     max_length: float = float("inf")
 
     def stages(self, nodes: Ints, start: Ints, end: int) -> Floats:
-        """The cost of a stage of so many ``nodes`` from column ``start`` to ``end``, elementwise."""
+        """The cost of a stage of so many ``nodes`` from column ``start`` to ``end``,
+        elementwise."""
         # What starts at column 0 copies nothing, and its kernel skips what is behind each token.
         seen, copied = np.where(start == 0, end / 2, end), np.where(start == 0, 0, end)
         return self.stage + nodes * ((end - start) * (1 + self.context * seen) + self.key * copied)
@@ -95,7 +100,8 @@ class SortedRows(NamedTuple):
         """Sort ``tokens`` ``[B, L]``, of which the first ``ends`` ``[B]`` count."""
         columns = np.arange(tokens.shape[1])
         padded = np.where(columns < ends[:, None], tokens, -1)
-        # Big-endian bytes are compared in memory's order, which is then that of the ids. A row comes before its extensions.
+        # Big-endian bytes are compared in memory's order, which is then that of the ids. A row
+        # comes before its extensions.
         text = np.add(padded, 1, out=np.empty(padded.shape, ">u4"), casting="unsafe")
         order = np.argsort(text.view(f"V{4 * tokens.shape[1]}").ravel(), kind="stable")
         padded, ends = padded[order], ends[order]
@@ -136,10 +142,11 @@ def choose_cuts(ends: Ints, shared: Ints, cost: PrefixCost) -> Cuts:
     longest = int(ends.max())
     columns = np.unique(np.concatenate([[0], shared, ends]))
     if len(columns) > _MOST_COLUMNS:
-        # From the end: its last column is the longest row's end. The first stage begins at column 0.
+        # From the end: its last column is the longest row's end. The first stage begins at
+        # column 0.
         columns = np.append(0, columns[:0:-1][:: -(-len(columns) // _MOST_COLUMNS)][::-1])
-    # A row is a node of its own in stages that end beyond the tokens it shares with the next row. One that is a prefix of the
-    # next row never is.
+    # A row is a node of its own in stages that end beyond the tokens it shares with the next row.
+    # One that is a prefix of the next row never is.
     fork = np.where(shared < ends, shared, longest)
     first, last = np.searchsorted(columns, fork, side="right"), np.searchsorted(columns, ends)
     count = len(columns)
@@ -192,7 +199,8 @@ class PrefixPlan(NamedTuple):
 
 
 def plan_prefixes(tokens: Ints, ends: Ints, cost: PrefixCost) -> PrefixPlan | None:
-    """Lay out rows without repetition; ``None`` where plain rows, padded to the longest, cost no more, or are too long.
+    """Lay out rows without repetition; ``None`` where plain rows, padded to the longest, cost no
+    more, or are too long.
 
     Args:
         tokens: ``[B, L]`` ids.
@@ -239,8 +247,9 @@ def _lay_out(rows: SortedRows, cuts: Cuts) -> PrefixPlan:
 def forward_bound(max_tokens: int, longest: int) -> int:
     """The most distinct tokens of one forward over rows that share, padding included.
 
-    A row is not cut, and what a group shares may be nearly as long as its rows: a forward may hold the longest row of the batch and
-    an eighth more, for what the others add. Else rows of about ``max_tokens`` tokens would each be computed by itself.
+    A row is not cut, and what a group shares may be nearly as long as its rows: a forward may hold
+    the longest row of the batch and an eighth more, for what the others add. Else rows of about
+    ``max_tokens`` tokens would each be computed by itself.
 
     Args:
         max_tokens: the bound that was asked for.
@@ -254,7 +263,8 @@ def forward_bound(max_tokens: int, longest: int) -> int:
 
 
 def pack_rows(rows: SortedRows, max_tokens: int, cost: PrefixCost) -> tuple[list[tuple[int, int]], float]:
-    """Cut sorted rows into forwards of at most ``max_tokens`` tokens (``size`` of :class:`Cuts`) each, by :func:`forward_bound`.
+    """Cut sorted rows into forwards of at most ``max_tokens`` tokens (``size`` of :class:`Cuts`)
+    each, by :func:`forward_bound`.
 
     With all that rows share, they are at most 16 times that many positions.
 
@@ -267,7 +277,8 @@ def pack_rows(rows: SortedRows, max_tokens: int, cost: PrefixCost) -> tuple[list
     spans, price, start, last = [], 0.0, 0, len(rows.ends)
     while start < len(rows.ends):
         before = own[start] - rows.ends[start]
-        # As many rows as fit without padding, and not many more than last time; then fewer, until padding and copied keys fit too.
+        # As many rows as fit without padding, and not many more than last time; then fewer, until
+        # padding and copied keys fit too.
         count = int(np.searchsorted(own, before + bound, side="right")) - start
         count = max(1, min(count, last + last // 2, len(rows.ends) - start))
         while True:

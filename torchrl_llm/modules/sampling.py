@@ -1,7 +1,8 @@
 """How responses are sampled: :class:`SamplingConfig`, and from logits to tokens.
 
-Pure functions and one small callable, without a model: logit processing, keyed noise, sampling by the inverse cumulative
-distribution. The processors are those of transformers, the same that ``generate`` uses. The engines sample token by token.
+Pure functions and one small callable, without a model: logit processing, keyed noise, sampling by
+the inverse cumulative distribution. The processors are those of transformers, the same that
+``generate`` uses. The engines sample token by token.
 """
 
 from __future__ import annotations
@@ -30,17 +31,20 @@ from torchrl_llm.utils.options import (
 )
 
 _BLOCK = {"cpu": 2**19}
-"""Logits of the rows that are sampled from at a time, by kind of device. On a CPU their float64 sums fill 4 MiB, which the
-allocator reuses; it returns arrays of more than 32 MiB to the system after every token."""
+"""Logits of the rows that are sampled from at a time, by kind of device. On a CPU their float64
+sums fill 4 MiB, which the allocator reuses; it returns arrays of more than 32 MiB to the system
+after every token."""
 _LARGE_BLOCK = 2**26  # of other devices, whose allocators keep memory: 512 MiB of float64 sums
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Checked):
-    """How responses are sampled. Complete: nothing is inherited from a model's ``generation_config``.
+    """How responses are sampled. Complete: nothing is inherited from a model's
+    ``generation_config``.
 
-    The processors are applied in this order: ``min_output_tokens``, ``repetition_penalty``, ``temperature``, ``top_k``,
-    ``top_p``, ``min_p``; the log-prob recorded is that of the distribution which is left after all of them.
+    The processors are applied in this order: ``min_output_tokens``, ``repetition_penalty``,
+    ``temperature``, ``top_k``, ``top_p``, ``min_p``; the log-prob recorded is that of the
+    distribution which is left after all of them.
 
     Examples:
         >>> SamplingConfig(temperature=0.7, max_output_tokens=32).truncates
@@ -64,9 +68,10 @@ class SamplingConfig(Checked):
     max_output_tokens: Count = 64
     """A response is cut after this many tokens; the width ``A`` of the response keys."""
     stop_ids: tuple[int, ...] | None = None
-    """Ids that end a response. They are part of its tokens, and not of the text that an environment gets. ``None``: the
-    engine decides by :func:`decide_stop_ids` when it is made: the chat template's end-of-turn id, the tokenizer's EOS id and
-    the model's own end tokens. An empty tuple: responses end at ``max_output_tokens`` only."""
+    """Ids that end a response. They are part of its tokens, and not of the text that an environment
+    gets. ``None``: the engine decides by :func:`decide_stop_ids` when it is made: the chat
+    template's end-of-turn id, the tokenizer's EOS id and the model's own end tokens. An empty
+    tuple: responses end at ``max_output_tokens`` only."""
 
     def __post_init__(self) -> None:
         if self.min_output_tokens > self.max_output_tokens:
@@ -76,16 +81,19 @@ class SamplingConfig(Checked):
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens get probability zero, or the distribution depends on more than the logits."""
+        """Whether some tokens get probability zero, or the distribution depends on more than the
+        logits."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.repetition_penalty != 1
 
 
 def decide_stop_ids(
     sampling: SamplingConfig, model_ids: int | Sequence[int] | None, tokenizer: Any, *, vocabulary: int
 ) -> SamplingConfig:
-    """``sampling`` with ``stop_ids``: its own, or those found by :func:`torchrl_llm.stops.response_end_ids`.
+    """``sampling`` with ``stop_ids``: its own, or those found by
+    :func:`torchrl_llm.stops.response_end_ids`.
 
-    Engines and :func:`~torchrl_llm.modules.load_actor_critic` call it once; all others read ``sampling.stop_ids``.
+    Engines and :func:`~torchrl_llm.modules.load_actor_critic` call it once; all others read
+    ``sampling.stop_ids``.
 
     Args:
         sampling: how responses are sampled.
@@ -119,7 +127,8 @@ class SamplingProcessor:
     Order: ``min_output_tokens``, repetition penalty, temperature, top-k, top-p, min-p.
 
     Args:
-        sampling: what to apply. Its ``stop_ids`` cannot be sampled before ``min_output_tokens`` tokens.
+        sampling: what to apply. Its ``stop_ids`` cannot be sampled before ``min_output_tokens``
+            tokens.
 
     Attributes:
         needs_context: whether calls need the ids before the token (repetition penalty only).
@@ -141,7 +150,8 @@ class SamplingProcessor:
         ]
         self._steps = transformers.LogitsProcessorList(make(value) for is_on, make, value in steps if is_on)
         self.needs_context = penalty != 1
-        # Not transformers' MinNewTokensLengthLogitsProcessor: it counts from one prompt length for the whole batch.
+        # Not transformers' MinNewTokensLengthLogitsProcessor: it counts from one prompt length for
+        # the whole batch.
         self._held_back = torch.tensor(sampling.stop_ids or (), dtype=torch.int64)
         self._min_output_tokens = sampling.min_output_tokens
 
@@ -151,8 +161,8 @@ class SamplingProcessor:
         Args:
             logits: ``[n, V]``; converted to float32 if narrower.
             index: 0-based index of the token in its response.
-            context: ``[n, L]`` int64, every id before the token, padded with ids that occur in the row; only read if
-                ``needs_context``.
+            context: ``[n, L]`` int64, every id before the token, padded with ids that occur in the
+                row; only read if ``needs_context``.
 
         Returns:
             ``[n, V]`` float32 or float64, minus infinity where a token cannot be sampled.
@@ -160,7 +170,8 @@ class SamplingProcessor:
         logits = logits if logits.dtype == torch.float64 else logits.float()
         # Before the others: top-k and top-p must not count ids that cannot be sampled.
         if index < self._min_output_tokens:
-            if self._held_back.device != logits.device:  # once: every copy to a device would wait for it
+            # once: every copy to a device would wait for it
+            if self._held_back.device != logits.device:
                 self._held_back = self._held_back.to(logits.device)
             logits = logits.index_fill(-1, self._held_back, -torch.inf)
         return self._steps(context, logits) if self._steps else logits
@@ -169,15 +180,16 @@ class SamplingProcessor:
 def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Sample one token a row by inverting the cumulative distribution, accumulated in float64.
 
-    Token i is sampled if ``cdf(i - 1) <= uniform < cdf(i)``, so a token of probability zero never is.
+    Token i is sampled if ``cdf(i - 1) <= uniform < cdf(i)``, so a token of probability zero never
+    is.
 
     Args:
         logits: ``[n, V]`` float, minus infinity where a token cannot be sampled.
         uniform: ``[n]`` float64 in [0, 1).
 
     Returns:
-        ids ``[n]`` int64 and their log-probs ``[n]`` in the dtype of ``logits``; where the logits hold NaN, or are all
-        minus infinity, the log-prob is NaN.
+        ids ``[n]`` int64 and their log-probs ``[n]`` in the dtype of ``logits``; where the logits
+        hold NaN, or are all minus infinity, the log-prob is NaN.
 
     Examples:
         >>> logits = torch.tensor([[0.0, 0.0, -torch.inf], [0.0, 0.0, -torch.inf]])
@@ -199,7 +211,8 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_blocks(sample: Callable[..., tuple[Tensor, Tensor]], logits: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
-    """``sample(logits, *rows)``, a few rows at a time. Rows do not meet in it, so the results are the same."""
+    """``sample(logits, *rows)``, a few rows at a time. Rows do not meet in it, so the results are
+    the same."""
     height = max(1, _BLOCK.get(logits.device.type, _LARGE_BLOCK) // logits.shape[-1])
     if len(logits) <= height:
         return sample(logits, *rows)
@@ -209,10 +222,12 @@ def _by_blocks(sample: Callable[..., tuple[Tensor, Tensor]], logits: Tensor, *ro
 
 
 def _draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    # Not torch.multinomial: it draws for the whole batch from one generator, so a token would depend on its neighbors.
+    # Not torch.multinomial: it draws for the whole batch from one generator, so a token would
+    # depend on its neighbors.
     top = logits.amax(-1, keepdim=True)
     weights = (logits - top).exp_()
-    # In float32 a weight below 6e-8 of the sum would not move it, so such tokens could not be sampled.
+    # In float32 a weight below 6e-8 of the sum would not move it, so such tokens could not be
+    # sampled.
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, uniform.unsqueeze(-1) * total, right=True)
@@ -255,7 +270,8 @@ def turn_noise(*, seed: int, episode_id: Sequence[int], turn: Sequence[int], wid
 
 
 def turn_seed(*, seed: int, episode_id: int, turn: int, retry: int = 0) -> int:
-    """A seed in ``[0, 2**63)`` for engines that make their own noise, a hash of ``(seed, episode_id, turn)``.
+    """A seed in ``[0, 2**63)`` for engines that make their own noise, a hash of
+    ``(seed, episode_id, turn)``.
 
     Args:
         seed, episode_id, turn: the noise key.

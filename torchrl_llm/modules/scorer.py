@@ -1,4 +1,5 @@
-"""Log-probs of the action tokens of whole rows: :class:`TokenScorer`, one forward per batch of rows.
+"""Log-probs of the action tokens of whole rows: :class:`TokenScorer`, one forward per batch of
+rows.
 
 Values are computed by the critic, losses and ratios by the objectives.
 """
@@ -27,11 +28,12 @@ _CHUNK_LOGITS_ELSEWHERE = 2**24
 
 
 def default_chunk_logits(device: torch.device) -> int:
-    """The most logits in one chunk of a :class:`TokenScorer` for which none are given, by the kind of device.
+    """The most logits in one chunk of a :class:`TokenScorer` for which none are given, by the kind
+    of device.
 
-    A GPU needs many tokens at a time for the head to be a fast product: 2**24 logits are 110 tokens of a vocabulary of 152
-    thousand ids. On a CPU larger chunks gain nothing. It does not depend on the memory that happens to be free, so that runs
-    can be repeated.
+    A GPU needs many tokens at a time for the head to be a fast product: 2**24 logits are 110 tokens
+    of a vocabulary of 152 thousand ids. On a CPU larger chunks gain nothing. It does not depend on
+    the memory that happens to be free, so that runs can be repeated.
 
     Examples:
         >>> default_chunk_logits(torch.device("cpu")) == 2**24, default_chunk_logits(torch.device("cuda")) == 2**27
@@ -43,44 +45,52 @@ def default_chunk_logits(device: torch.device) -> int:
 class TokenScorer(RowModule):
     """Log-prob, and optionally entropy, of every action token of a batch of rows.
 
-    The backbone runs once over the right-padded rows, trimmed behind the last action token; only the hidden states
-    before action tokens meet the LM head. Log-softmax is taken in float32 (float64 for a float64 model).
+    The backbone runs once over the right-padded rows, trimmed behind the last action token; only
+    the hidden states before action tokens meet the LM head. Log-softmax is taken in float32
+    (float64 for a float64 model).
 
-    Reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"``, all ``[B, L]``; writes ``"log_prob"`` ``[B, L]`` float:
-    index i is log p(token_i | the tokens before it), 0 where ``turn_ids < 0``; and, if asked, ``"entropy"`` likewise,
-    the entropy in nats of the distribution that token_i was sampled from.
+    Reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"``, all ``[B, L]``; writes ``"log_prob"``
+    ``[B, L]`` float: index i is log p(token_i | the tokens before it), 0 where ``turn_ids < 0``;
+    and, if asked, ``"entropy"`` likewise, the entropy in nats of the distribution that token_i was
+    sampled from.
 
-    Scores are those of the distribution which ``sampling`` describes: its temperature, and its stop ids excluded from
-    the first ``min_output_tokens`` tokens of a turn. By default truncation (top-k, top-p, min-p) is left out: once the
-    weights change, a sampled token may fall outside the new support, where its log-prob is minus infinity. Where the
-    policy truncates, ``old_log_prob`` is scored again and the loss corrects for the sampler. The repetition penalty is
-    always left out, for the distribution it makes depends on the whole context.
+    Scores are those of the distribution which ``sampling`` describes: its temperature, and its stop
+    ids excluded from the first ``min_output_tokens`` tokens of a turn. By default truncation
+    (top-k, top-p, min-p) is left out: once the weights change, a sampled token may fall outside the
+    new support, where its log-prob is minus infinity. Where the policy truncates, ``old_log_prob``
+    is scored again and the loss corrects for the sampler. The repetition penalty is always left
+    out, for the distribution it makes depends on the whole context.
 
-    A gap in ``attention_mask`` starts a segment, which is computed as a row of its own (:mod:`torchrl_llm.modules.segments`).
+    A gap in ``attention_mask`` starts a segment, which is computed as a row of its own
+    (:mod:`torchrl_llm.modules.segments`).
 
-    Memory: the ``[M, V]`` logits of M action tokens are made in chunks, which ``backward`` makes again, so that only one
-    chunk of logits is alive at a time (where the head or the sampling do more than ``head_scores`` of ``modules.head``
-    covers: as soon as there is more than one).
+    Memory: the ``[M, V]`` logits of M action tokens are made in chunks, which ``backward`` makes
+    again, so that only one chunk of logits is alive at a time (where the head or the sampling do
+    more than ``head_scores`` of ``modules.head`` covers: as soon as there is more than one).
 
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around one.
-        sampling: how the tokens were sampled, such as ``policy.sampling``; default ``SamplingConfig()``: temperature 1. With
-            ``min_output_tokens`` its ``stop_ids`` must be given.
+        sampling: how the tokens were sampled, such as ``policy.sampling``; default
+            ``SamplingConfig()``: temperature 1. With ``min_output_tokens`` its ``stop_ids`` must be
+            given.
         adapter: the LoRA adapter to score under; ``None``: the model itself, adapters off.
         truncate: apply top-k, top-p and min-p too; a token that they drop gets minus infinity.
         entropy: write the entropy as well. Costs about one more pass over the logits.
         frozen: never build a graph (a reference model).
-        value_head: the head of a critic on the same model and adapter. The scorer then writes the critic's ``"state_value"`` as
-            well, from the same forward, and a loss needs no other. Default ``None``.
-        prefixes: what :func:`~torchrl_llm.modules.enable_prefix_sharing` returned for the model: what rows share is computed once.
-            Default ``None``: every row by itself.
+        value_head: the head of a critic on the same model and adapter. The scorer then writes the
+            critic's ``"state_value"`` as well, from the same forward, and a loss needs no other.
+            Default ``None``.
+        prefixes: what :func:`~torchrl_llm.modules.enable_prefix_sharing` returned for the model:
+            what rows share is computed once. Default ``None``: every row by itself.
         log_prob_key, entropy_key, state_value_key: where to write.
-        chunk_logits: most logits (tokens times vocabulary) in one chunk, which takes up to 12 bytes for each. Changes results by
-            rounding only. Default ``None``: 2**27 on CUDA, elsewhere 2**24 (:func:`default_chunk_logits`).
+        chunk_logits: most logits (tokens times vocabulary) in one chunk, which takes up to 12 bytes
+            for each. Changes results by rounding only. Default ``None``: 2**27 on CUDA, elsewhere
+            2**24 (:func:`default_chunk_logits`).
 
     Raises:
         ValueError: ``chunk_logits`` is less than 1.
-        RowError: rows that are not right-padded, or have an action where none can be (from ``forward``).
+        RowError: rows that are not right-padded, or have an action where none can be (from
+            ``forward``).
 
     Examples:
         >>> from tensordict import TensorDict
@@ -126,7 +136,8 @@ class TokenScorer(RowModule):
         self._truncates = truncate and self.sampling.truncates
 
     def score(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
-        """``log_prob`` and, where they are written, ``entropy`` and ``state_value``: each ``[B, L]``, of tensors ``[B, L]``."""
+        """``log_prob`` and, where they are written, ``entropy`` and ``state_value``: each
+        ``[B, L]``, of tensors ``[B, L]``."""
         return self._compute(tokens, attention_mask, turn_ids)
 
     def _compute_rows(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
@@ -136,8 +147,9 @@ class TokenScorer(RowModule):
         if self.held_back:
             early = positions.index_in_turn(turn_ids) < self.sampling.min_output_tokens
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen), use_adapter(self.model, self.adapter):
-            # What follows the last action token is behind everything that is scored; at least one column stays, so
-            # that rows without actions still give a graph (distributed training needs one on every rank).
+            # What follows the last action token is behind everything that is scored; at least one
+            # column stays, so that rows without actions still give a graph (distributed training
+            # needs one on every rank).
             seen = tokens[:, : max(positions.last_action, 1)]
             found = row_states(self.model, seen, positions.last_actions(), self.prefixes)
             before = found.places[positions.rows, positions.columns - 1]
@@ -145,7 +157,8 @@ class TokenScorer(RowModule):
                 scores = self._score_actions(found.states, before, targets, early)
             else:  # what rows share is scored once
                 size = vocabulary_of(self.model)
-                # One number for the three, because torch.unique takes fifty times as long for columns.
+                # One number for the three, because torch.unique takes fifty times as long for
+                # columns.
                 codes, index = ((before * size + targets) * 2 + early).unique(return_inverse=True)
                 distinct = codes // (2 * size), codes // 2 % size, codes % 2
                 scores = [x.index_select(0, index) for x in self._score_actions(found.states, *distinct)]
@@ -154,7 +167,8 @@ class TokenScorer(RowModule):
         return tuple(positions.scatter(values) for values in scores)
 
     def _score_actions(self, states: Tensor, places: Tensor, targets: Tensor, early: Tensor) -> list[Tensor]:
-        """Scores ``[M]`` of the tokens ``targets`` from the states at ``places`` before them, chunk by chunk."""
+        """Scores ``[M]`` of the tokens ``targets`` from the states at ``places`` before them, chunk
+        by chunk."""
         most = self.chunk_logits or default_chunk_logits(states.device)
         hidden, chunk_size = states.index_select(0, places), max(1, most // vocabulary_of(self.model))
         head = None if self._truncates else LinearHead.of(self.model)
@@ -177,7 +191,8 @@ class TokenScorer(RowModule):
         return [torch.cat(part) for part in zip(*parts, strict=True)]
 
     def _score_chunk(self, hidden: Tensor, targets: Tensor, early: Tensor) -> tuple[Tensor, ...]:
-        """``hidden`` ``[m, H]``, ``targets`` ``[m]``, ``early`` ``[m]`` (stop ids excluded) -> scores ``[m]``."""
+        """``hidden`` ``[m, H]``, ``targets`` ``[m]``, ``early`` ``[m]`` (stop ids excluded) ->
+        scores ``[m]``."""
         logits = lm_logits(self.model, hidden)
         # Also under autocast: the log of a ratio is a small difference of two log-probs.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -185,7 +200,8 @@ class TokenScorer(RowModule):
             stops = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
             stops[list(self.held_back)] = True
             logits = logits.masked_fill(early.unsqueeze(-1) & stops, -torch.inf)
-        # min_output_tokens is 0 in these settings: which tokens are early differs within a chunk, and is masked above.
+        # min_output_tokens is 0 in these settings: which tokens are early differs within a chunk,
+        # and is masked above.
         logits = self._process(logits, index=0)
         if not self.entropy:
             return (-F.cross_entropy(logits, targets, reduction="none"),)
@@ -204,7 +220,8 @@ def entropy_of(log_probs: Tensor, *, masked: bool = True) -> Tensor:
         >>> entropy_of(torch.tensor([[0.0, 0.0, -torch.inf]]).log_softmax(-1))
         tensor([0.6931])
     """
-    # exp(-inf) * -inf is NaN, in the value and in the gradient: such entries are replaced before the product.
+    # exp(-inf) * -inf is NaN, in the value and in the gradient: such entries are replaced before
+    # the product.
     finite = log_probs.masked_fill(log_probs == -torch.inf, 0.0) if masked else log_probs
     return -(log_probs.exp() * finite).sum(-1)
 

@@ -1,9 +1,10 @@
 """Rows of several segments: :class:`Segments`.
 
-Where an environment drops the oldest turns to make room (``GEMEnv(overflow="slide")``), the policy did not see one growing
-context. The row then holds the contexts one after the other, with one column of padding between
-them: a gap in ``attention_mask`` starts a segment, which does not attend to what stands before it in the row. One episode
-stays one row, so credit, groups and weights do not change; models read the segments as rows of their own.
+Where an environment drops the oldest turns to make room (``GEMEnv(overflow="slide")``), the policy
+did not see one growing context. The row then holds the contexts one after the other, with one
+column of padding between them: a gap in ``attention_mask`` starts a segment, which does not attend
+to what stands before it in the row. One episode stays one row, so credit, groups and weights do not
+change; models read the segments as rows of their own.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Segments(NamedTuple):
         return cls(rows, starts, lengths, int(lengths.max()), mask.shape)
 
     def split(self, values: Tensor, *, fill: float = 0) -> Tensor:
-        """``[B, L]`` as ``[S, width]``: each segment a row of its own, right-padded with ``fill``."""
+        """``[B, L]`` as ``[S, width]``: each segment a row of its own, right-padded with
+        ``fill``."""
         column = torch.arange(self.width, device=values.device)
         index = (self.rows * self.shape[1] + self.starts).unsqueeze(-1) + column
         # The last segments may reach beyond the tensor; what they read there is filled below.
@@ -64,7 +66,8 @@ class Segments(NamedTuple):
         return values.flatten()[index].masked_fill(column >= self.lengths.unsqueeze(-1), fill)
 
     def join(self, values: Tensor, *, fill: float = 0) -> Tensor:
-        """``[S, W]``, W >= ``width``, back as ``[B, L]``; ``fill`` between the segments and behind them."""
+        """``[S, W]``, W >= ``width``, back as ``[B, L]``; ``fill`` between the segments and behind
+        them."""
         column = torch.arange(values.shape[1], device=values.device)
         inside = column < self.lengths.unsqueeze(-1)
         index = (self.rows * self.shape[1] + self.starts).unsqueeze(-1) + column

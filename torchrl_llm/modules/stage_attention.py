@@ -1,4 +1,5 @@
-"""Attention of one stage of shared prefixes: its mask, and the copies of keys and values that it reads, in bounded pieces.
+"""Attention of one stage of shared prefixes: its mask, and the copies of keys and values that it
+reads, in bounded pieces.
 
 :mod:`torchrl_llm.modules.prefix_attention` calls it in every layer.
 """
@@ -15,11 +16,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 _MASK = 2**23
-"""Most elements of a mask: 32 MiB in float32. A stage of more is computed in blocks of queries, whose masks are parts of one."""
+"""Most elements of a mask: 32 MiB in float32. A stage of more is computed in blocks of queries,
+whose masks are parts of one."""
 _LEAST_BLOCK = 64
 """Queries of a block, at least: each block is a call of the attention kernel."""
 _ALIGNMENT = 16
-"""Memory-efficient attention copies masks for every layer whose rows do not begin at a multiple of 8 elements."""
+"""Memory-efficient attention copies masks for every layer whose rows do not begin at a multiple of
+8 elements."""
 _COPIED = 16_384
 """Tokens whose keys and values are copied at a time: as many as here, or as the tree has."""
 
@@ -27,8 +30,8 @@ _COPIED = 16_384
 class StageMask(NamedTuple):
     """The additive mask of a stage, the same for all its prefixes and all layers.
 
-    A token sees its own column and those before, as far as a window reaches. All blocks of queries have the same mask but for
-    the columns before it, so that of each is a part of the last one's.
+    A token sees its own column and those before, as far as a window reaches. All blocks of queries
+    have the same mask but for the columns before it, so that of each is a part of the last one's.
 
     Attributes:
         values: ``[block * groups, columns]``, those of the last block of queries.
@@ -48,7 +51,8 @@ class StageMask(NamedTuple):
     def of(
         cls, start: int, width: int, *, groups: int, window: int | None, dtype: torch.dtype, device: torch.device
     ) -> StageMask:
-        """The mask of the stage from column ``start`` on; ``window``: the columns that a token sees, ``None`` for all."""
+        """The mask of the stage from column ``start`` on; ``window``: the columns that a token
+        sees, ``None`` for all."""
         block = _block(width, groups * (start + width))
         last = start + (width - 1) // block * block  # the column of the last block's first query
         columns = torch.arange(last + block, device=device)
@@ -59,7 +63,8 @@ class StageMask(NamedTuple):
         return cls(values.repeat_interleave(groups, 0), start, width, block, groups)
 
     def blocks(self) -> Iterator[tuple[slice, int, Tensor]]:
-        """Of each block of queries: its rows among ``width * groups``, the columns that it sees, and its mask."""
+        """Of each block of queries: its rows among ``width * groups``, the columns that it sees,
+        and its mask."""
         last = (self.width - 1) // self.block * self.block
         for first in range(0, self.width, self.block):
             size = min(self.block, self.width - first)
@@ -103,12 +108,14 @@ def masked_attention(
 ) -> Tensor:
     """Attention of the queries ``[nodes, width, heads, groups, D]`` of a stage's prefixes.
 
-    Keys and values of each prefix are copied from those of all tokens, some prefixes at a time. For a backward they are not
-    kept but copied again: only one layer's are in memory then, and what a forward takes follows from its distinct tokens.
+    Keys and values of each prefix are copied from those of all tokens, some prefixes at a time. For
+    a backward they are not kept but copied again: only one layer's are in memory then, and what a
+    forward takes follows from its distinct tokens.
 
     Args:
         query: in the dtype to compute in.
-        sources: keys and values ``[T, heads, D]`` of all tokens; or of the stage's own, where ``index`` is ``None``.
+        sources: keys and values ``[T, heads, D]`` of all tokens; or of the stage's own, where
+            ``index`` is ``None``.
         index: ``[nodes * end]`` the tokens of each prefix in ``sources``.
         mask: of the stage.
         scaling: of the products; ``None``: one over the root of D.
@@ -137,7 +144,8 @@ def masked_attention(
 
 
 def _attend(query: Tensor, sources: tuple[Tensor, ...], mask: StageMask, scaling: float | None) -> Tensor:
-    """``[n, heads, width * groups, D]`` of queries of that shape, and of keys and values ``[n * end, heads, D]``."""
+    """``[n, heads, width * groups, D]`` of queries of that shape, and of keys and values
+    ``[n * end, heads, D]``."""
     k, v = (x.to(query.dtype).view(len(query), -1, *x.shape[1:]).transpose(1, 2) for x in sources)
     parts = [
         F.scaled_dot_product_attention(query[:, :, rows], k[:, :, :seen], v[:, :, :seen], attn_mask=part, scale=scaling)

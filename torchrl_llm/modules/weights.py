@@ -1,8 +1,10 @@
-"""Weights on disk, in PEFT's and transformers' own formats, and LoRA adapters of other settings than the model's.
+"""Weights on disk, in PEFT's and transformers' own formats, and LoRA adapters of other settings
+than the model's.
 
-An :class:`Adapter` is a LoRA adapter outside a model: its settings and its tensors. The functions read one, or turn one into
-another that computes the same function. Only safetensors files are read, never pickles. Which weights make up a run is decided
-by :class:`torchrl_llm.modules.ActorCritic`; the trainers replace files atomically.
+An :class:`Adapter` is a LoRA adapter outside a model: its settings and its tensors. The functions
+read one, or turn one into another that computes the same function. Only safetensors files are read,
+never pickles. Which weights make up a run is decided by :class:`torchrl_llm.modules.ActorCritic`;
+the trainers replace files atomically.
 """
 
 from __future__ import annotations
@@ -147,7 +149,8 @@ def read_model(path: Path, model: Any) -> dict[str, Tensor]:
         raise WeightsError(f"{path} does not exist.")
     _check_index(path / "model.safetensors.index.json")
     try:
-        # Not load_file: transformers renames and stacks what a checkpoint has under other names (experts of mixtures).
+        # Not load_file: transformers renames and stacks what a checkpoint has under other names
+        # (experts of mixtures).
         loaded, info = type(model).from_pretrained(
             path, dtype=model.dtype, use_safetensors=True, output_loading_info=True, local_files_only=True
         )
@@ -211,14 +214,14 @@ def load_adapters(model: PeftModel, sources: Mapping[str, Path], *, merge: bool 
     Args:
         model: has the adapters already; all of them have the same settings.
         sources: adapter name -> folder to read.
-        merge: reconcile other settings: every adapter of ``model``, read or not, gets the largest rank and the union of
-            the target modules, and still computes what it did. Where the model's own settings cover those of the files,
-            they stay as they are.
+        merge: reconcile other settings: every adapter of ``model``, read or not, gets the largest
+            rank and the union of the target modules, and still computes what it did. Where the
+            model's own settings cover those of the files, they stay as they are.
 
     Raises:
         WeightsError: a folder does not hold a LoRA adapter.
-        AdapterError: the settings differ and ``merge`` is false, or they differ in what cannot be merged; or the adapter
-            is of another base model. The model is unchanged then.
+        AdapterError: the settings differ and ``merge`` is false, or they differ in what cannot be
+            merged; or the adapter is of another base model. The model is unchanged then.
     """
     # All are read and checked before the first is changed: an error leaves the model as it is.
     found, covered = {name: read_adapter(path) for name, path in sources.items()}, True
@@ -235,11 +238,12 @@ def load_adapters(model: PeftModel, sources: Mapping[str, Path], *, merge: bool 
 
 
 def fit_adapter(source: Adapter, target: Adapter) -> dict[str, Tensor]:
-    """Tensors of the names and shapes of ``target``'s with which it computes the function of ``source``.
+    """Tensors of the names and shapes of ``target``'s with which it computes the function of
+    ``source``.
 
-    With factors A ``[r, in]`` and B ``[out, r]`` and scaling s, an adapter adds s B A. A larger rank gets columns of
-    zeros in B, and keeps ``target``'s rows in A: rows of zeros in both could never be trained. The quotient of the two
-    scalings goes into B.
+    With factors A ``[r, in]`` and B ``[out, r]`` and scaling s, an adapter adds s B A. A larger
+    rank gets columns of zeros in B, and keeps ``target``'s rows in A: rows of zeros in both could
+    never be trained. The quotient of the two scalings goes into B.
 
     Args:
         source: changes no module that ``target`` does not, and none with a larger rank.
@@ -260,7 +264,8 @@ def fit_adapter(source: Adapter, target: Adapter) -> dict[str, Tensor]:
 
 
 def _merged_config(model: PeftModel, found: Mapping[str, Adapter]) -> LoraConfig:
-    """The live settings with the largest rank, every target, and the scaling that the live settings have."""
+    """The live settings with the largest rank, every target, and the scaling that the live settings
+    have."""
     live = [adapter_of(model, name) for name in model.peft_config]
     ranks = [each.ranks for each in (*live, *found.values())]
     config: LoraConfig = copy.deepcopy(live[0].config)
@@ -276,7 +281,8 @@ def _merged_config(model: PeftModel, found: Mapping[str, Adapter]) -> LoraConfig
 
 
 def _rebuild(model: PeftModel, config: LoraConfig) -> None:
-    """Give every adapter of ``model`` the settings ``config``, which cover its own, and leave its function."""
+    """Give every adapter of ``model`` the settings ``config``, which cover its own, and leave its
+    function."""
     before = {
         name: Adapter(model.peft_config[name], {key: x.clone() for key, x in adapter_of(model, name).tensors.items()})
         for name in model.peft_config
@@ -305,7 +311,8 @@ def _rebuild(model: PeftModel, config: LoraConfig) -> None:
 
 
 def _check_settings(found: Adapter, live: Adapter, path: Path, *, merge: bool) -> bool:
-    """Whether both compute the same function of their tensors; an error if they do not and cannot be reconciled."""
+    """Whether both compute the same function of their tensors; an error if they do not and cannot
+    be reconciled."""
     theirs, ours = _settings(found.config), _settings(live.config)
     same_modules = found.ranks.keys() == live.ranks.keys()
     different = {field for field in ours if theirs[field] != ours[field] and not (same_modules and field in _TARGETS)}
@@ -328,7 +335,8 @@ def _check_settings(found: Adapter, live: Adapter, path: Path, *, merge: bool) -
 
 
 def _settings(config: LoraConfig) -> dict[str, Any]:
-    """The settings on which an adapter's function depends; unordered collections sorted, empty ones as None."""
+    """The settings on which an adapter's function depends; unordered collections sorted, empty ones
+    as None."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, set | list | tuple):
@@ -370,7 +378,8 @@ def _sizes(module: Any) -> tuple[int, int] | None:
 
 
 def check_shapes(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], what: str, error: type[ValueError]) -> None:
-    """Raise ``error`` with a message that begins with ``what`` unless both have the same names and shapes."""
+    """Raise ``error`` with a message that begins with ``what`` unless both have the same names and
+    shapes."""
     shapes = [{name: tuple(value.shape) for name, value in each.items()} for each in (theirs, ours)]
     wrong = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
     if wrong:

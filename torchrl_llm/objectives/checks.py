@@ -17,7 +17,8 @@ def check_objective(name: str, objective: Any, log_ratio: Tensor) -> Tensor:
 
     Raises:
         TypeError: it is no tensor.
-        ValueError: it has another shape or device than ``log_ratio``, or no gradient where that has one.
+        ValueError: it has another shape or device than ``log_ratio``, or no gradient where that has
+            one.
     """
     method = f"{name}.objective"
     if not isinstance(objective, Tensor):

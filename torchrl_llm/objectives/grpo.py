@@ -14,7 +14,8 @@ from torchrl_llm.utils.options import Count, NonNegative, Share
 class LLMGRPOLoss(TurnPolicyLoss):
     """Group-relative policy optimization (Shao et al., 2024, arXiv:2402.03300), without a critic.
 
-    :class:`~torchrl_llm.objectives.TurnPolicyLoss` with the group as the baseline. Related algorithms by options:
+    :class:`~torchrl_llm.objectives.TurnPolicyLoss` with the group as the baseline. Related
+    algorithms by options:
 
     - GSPO (arXiv:2507.18071): ``ratio_level="sequence", unit_weight="equal"``;
     - Dr. GRPO (arXiv:2503.20783): ``scale="none", weighting="constant", weight_constant=...``;
@@ -29,9 +30,10 @@ class LLMGRPOLoss(TurnPolicyLoss):
         actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
 
     Keyword Args:
-        gamma, credit, state, alone, baseline, scale, components, whiten, potential, group_size, partial: see
-            :class:`~torchrl_llm.objectives.GroupRelative`. Defaults: 1.0, ``"episode"``, ``"prefix"``, ``"turn"``, ``"mean"``,
-            ``"std"``, ``None``, ``False``, ``None``, ``None``, ``"error"``.
+        gamma, credit, state, alone, baseline, scale, components, whiten, potential, group_size,
+            partial: see :class:`~torchrl_llm.objectives.GroupRelative`. Defaults: 1.0,
+            ``"episode"``, ``"prefix"``, ``"turn"``, ``"mean"``, ``"std"``, ``None``, ``False``,
+            ``None``, ``None``, ``"error"``.
         kl_coeff: weight of the KL to the reference. Default: 5e-4.
         **options: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
     """
@@ -42,21 +44,26 @@ class LLMGRPOLoss(TurnPolicyLoss):
     gamma: Share = 1.0
     """Discount per turn."""
     credit: Credit = "episode"
-    """Compare the returns of the "episode", those from each "turn" on, or those from each "state" on."""
+    """Compare the returns of the "episode", those from each "turn" on, or those from each "state"
+    on."""
     state: str = "prefix"
-    """With credit="state", what turns share: the "prefix", the "observation", or the text of an extra, by its name."""
+    """With credit="state", what turns share: the "prefix", the "observation", or the text of an
+    extra, by its name."""
     alone: F.Alone = "turn"
-    """A turn whose state no other episode was in is compared with the others at the same "turn", or keeps its "return"."""
+    """A turn whose state no other episode was in is compared with the others at the same "turn", or
+    keeps its "return"."""
     baseline: F.Baseline = "mean"
     """The group's "mean", or "leave_one_out" (with scale="none")."""
     scale: F.Scale = "std"
     """Divide by the group's "std", that of the "batch", the group's "mean" (MaxRL), or "none"."""
     components: dict[str, float] | None = None
-    """Further rewards, extras with their weights, each compared by itself and added: {format: 0.5}."""
+    """Further rewards, extras with their weights, each compared by itself and added: {format:
+    0.5}."""
     whiten: bool = False
     """Whiten the advantages over the batch."""
     potential: str | None = None
-    """Shape rewards by this extra, the potential of the state before each turn: a baseline of returns."""
+    """Shape rewards by this extra, the potential of the state before each turn: a baseline of
+    returns."""
     group_size: Count | None = None
     partial: F.Partial = "error"
     kl_coeff: NonNegative = 5e-4

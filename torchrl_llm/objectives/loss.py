@@ -1,8 +1,8 @@
 """Base class of the policy losses: :class:`TurnPolicyLoss`.
 
 A loss is a **weighted sum** over tokens, and the weights belong to the optimizer batch
-(:mod:`~torchrl_llm.objectives.micro_batches`). The maths is in :mod:`torchrl_llm.functional`; the three algorithms
-are in ``ppo.py``, ``reinforce.py`` and ``grpo.py``.
+(:mod:`~torchrl_llm.objectives.micro_batches`). The maths is in :mod:`torchrl_llm.functional`; the
+three algorithms are in ``ppo.py``, ``reinforce.py`` and ``grpo.py``.
 """
 
 from __future__ import annotations
@@ -35,62 +35,76 @@ KLPlace = Literal["loss", "reward"]
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TurnPolicyLoss(Checked, RowReader, LossModule):
-    """Policy loss over episodes: advantage x ratio level x clipping x weights x KL x entropy x sampler correction.
+    """Policy loss over episodes: advantage x ratio level x clipping x weights x KL x entropy x
+    sampler correction.
 
-    ``loss_objective = -sum(loss_weight * correction * objective(log_ratio, advantage))``, where ``log_ratio`` is the new log-prob
-    minus ``"old_log_prob"`` (or ``"sample_log_prob"`` where there is none), pooled over ``ratio_level``. To try another objective,
-    subclass and override :meth:`objective`; nothing else is needed.
+    ``loss_objective = -sum(loss_weight * correction * objective(log_ratio, advantage))``, where
+    ``log_ratio`` is the new log-prob minus ``"old_log_prob"`` (or ``"sample_log_prob"`` where there
+    is none), pooled over ``ratio_level``. To try another objective, subclass and override
+    :meth:`objective`; nothing else is needed.
 
-    Reads rows (``[B]``, :mod:`torchrl_llm.keys`): what the actor reads, ``"turn_ids"``, ``"advantage"``, ``"sample_log_prob"``,
-    and, as options ask, ``"old_log_prob"``, ``"ref_log_prob"``, ``"loss_weight"``. Without ``"loss_weight"`` the rows are taken to
-    be the whole optimizer batch. Returns scalars, differentiable where the name starts with ``loss_`` and detached otherwise:
+    Reads rows (``[B]``, :mod:`torchrl_llm.keys`): what the actor reads, ``"turn_ids"``,
+    ``"advantage"``, ``"sample_log_prob"``, and, as options ask, ``"old_log_prob"``,
+    ``"ref_log_prob"``, ``"loss_weight"``. Without ``"loss_weight"`` the rows are taken to be the
+    whole optimizer batch. Returns scalars, differentiable where the name starts with ``loss_`` and
+    detached otherwise:
 
-    - ``loss_objective``; ``loss_kl`` (KL in the loss); ``loss_entropy`` (``entropy_coeff`` not 0); each times its coefficient;
-    - ``kl_approx``: KL from the old policy to the new one; ``log_ratio``: mean absolute log-ratio per token; ``clip_fraction``:
-      share of tokens whose clip binds; ``kl``: KL from the policy to the reference (``kl_coeff`` and ``kl_fraction`` not 0); ``entropy`` (if
-      the actor writes it); ``weight``: the sum of the weights, 1 for a whole batch (but for ``weighting="constant"``, on whose scale all
-      these are);
+    - ``loss_objective``; ``loss_kl`` (KL in the loss); ``loss_entropy`` (``entropy_coeff`` not 0);
+      each times its coefficient;
+    - ``kl_approx``: KL from the old policy to the new one; ``log_ratio``: mean absolute log-ratio
+      per token; ``clip_fraction``: share of tokens whose clip binds; ``kl``: KL from the policy to
+      the reference (``kl_coeff`` and ``kl_fraction`` not 0); ``entropy`` (if the actor writes it);
+      ``weight``: the sum of the weights, 1 for a whole batch (but for ``weighting="constant"``, on
+      whose scale all these are);
     - ``ESS``: the effective sample size of the pooled ratios, in (0, 1];
-    - ``sampler_rejected``: share of tokens that ``sampler_correction`` leaves out; ``sampler_weight``: the mean of its weights.
+    - ``sampler_rejected``: share of tokens that ``sampler_correction`` leaves out;
+      ``sampler_weight``: the mean of its weights.
 
-    All but the last three are weighted sums: over the micro-batches of a batch they add up to the batch's value.
+    All but the last three are weighted sums: over the micro-batches of a batch they add up to the
+    batch's value.
 
     Args:
-        actor: reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"`` and writes ``"log_prob"`` ``[B, L]`` and
-            optionally ``"entropy"`` ``[B, L]``. It is held as a plain submodule.
+        actor: reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"`` and writes ``"log_prob"``
+            ``[B, L]`` and optionally ``"entropy"`` ``[B, L]``. It is held as a plain submodule.
 
     Keyword Args:
-        clipping: ``"ppo"`` takes the gradient from a token whose ratio has left the bounds; ``"cispo"`` bounds the ratio
-            as a weight and keeps every token's gradient; ``"none"`` is the plain importance-weighted objective.
-            Default: ``"ppo"``.
+        clipping: ``"ppo"`` takes the gradient from a token whose ratio has left the bounds;
+            ``"cispo"`` bounds the ratio as a weight and keeps every token's gradient; ``"none"`` is
+            the plain importance-weighted objective. Default: ``"ppo"``.
         clip_epsilon: how far the ratio may move from 1: a float, or ``(low, high)``. Default: 0.2.
-        dual_clip: with ``clipping="ppo"``, the ratio beyond which a negative advantage has no gradient either, such as
-            3.0; ``None`` is off. Default: ``None``.
-        ratio_level: the unit that has one ratio and is clipped as one: ``"token"``, ``"turn"`` or ``"sequence"``. Default:
-            ``"token"``.
-        ratio_reduction: a unit's log-ratio is the ``"sum"`` of its tokens' or their ``"mean"``. Default: ``"mean"``.
-        unit_weight: a unit counts ``"by_tokens"`` (with the sum of its tokens' weights; with one token's under
-            ``ratio_reduction="sum"``), or all units are ``"equal"``: GSPO, other libraries' turn-level clip. Default:
-            ``"by_tokens"``.
-        weighting: what counts equally in the loss, see :func:`~torchrl_llm.functional.loss_weights`; not
-            with ``unit_weight="equal"``, which decides it. Default: ``"token"``.
+        dual_clip: with ``clipping="ppo"``, the ratio beyond which a negative advantage has no
+            gradient either, such as 3.0; ``None`` is off. Default: ``None``.
+        ratio_level: the unit that has one ratio and is clipped as one: ``"token"``, ``"turn"`` or
+            ``"sequence"``. Default: ``"token"``.
+        ratio_reduction: a unit's log-ratio is the ``"sum"`` of its tokens' or their ``"mean"``.
+            Default: ``"mean"``.
+        unit_weight: a unit counts ``"by_tokens"`` (with the sum of its tokens' weights; with one
+            token's under ``ratio_reduction="sum"``), or all units are ``"equal"``: GSPO, other
+            libraries' turn-level clip. Default: ``"by_tokens"``.
+        weighting: what counts equally in the loss, see
+            :func:`~torchrl_llm.functional.loss_weights`; not with ``unit_weight="equal"``, which
+            decides it. Default: ``"token"``.
         weight_constant: tokens per episode of ``weighting="constant"``.
-        kl_coeff: weight of the KL to the reference policy; 0 is off. A trainer can lower it during a run
-            (``kl_decay_fraction``). Default: 0.0.
-        kl_kind: the KL in the loss: ``"k3"`` has the forward KL's gradient, ``"k2"`` the reverse KL's; ``"k1"``, whose
-            gradient is zero in expectation, is refused. The term carries the (detached) ratio, so that it stays correct
-            after the first epoch. Default: ``"k3"``.
+        kl_coeff: weight of the KL to the reference policy; 0 is off. A trainer can lower it during
+            a run (``kl_decay_fraction``). Default: 0.0.
+        kl_kind: the KL in the loss: ``"k3"`` has the forward KL's gradient, ``"k2"`` the reverse
+            KL's; ``"k1"``, whose gradient is zero in expectation, is refused. The term carries the
+            (detached) ratio, so that it stays correct after the first epoch. Default: ``"k3"``.
         kl_in: ``"loss"``, or ``"reward"``: the estimator subtracts it. Default: ``"loss"``.
-        entropy_coeff: weight of the entropy bonus; not 0 needs an actor that writes ``"entropy"``. Default: 0.0.
-        entropy_target: the entropy of a token, in nats, counts up to this in the bonus, which else pays without bound for
-            noise in the text. A trainer lowers it during a run (``min_entropy_fraction``). Default: ``None``, without bound.
-        sampler_correction: corrects objective and KL for an engine whose log-probs are not the trainer's (Yao et al., 2025,
-            "Your efficient RL framework secretly brings you off-policy RL training"), by weights of ``w = old / sample``:
-            ``"truncate"`` to ``min(w, cap)``, ``"mask"`` to 0 where ``w`` is out of bounds, or ``"reject"``: 1 or 0; see
-            :func:`~torchrl_llm.functional.sampler_weights`. Needs ``"old_log_prob"``: without it the ratio is
-            taken against the sampler itself. Default: ``None``.
+        entropy_coeff: weight of the entropy bonus; not 0 needs an actor that writes ``"entropy"``.
+            Default: 0.0.
+        entropy_target: the entropy of a token, in nats, counts up to this in the bonus, which else
+            pays without bound for noise in the text. A trainer lowers it during a run
+            (``min_entropy_fraction``). Default: ``None``, without bound.
+        sampler_correction: corrects objective and KL for an engine whose log-probs are not the
+            trainer's (Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy
+            RL training"), by weights of ``w = old / sample``: ``"truncate"`` to ``min(w, cap)``,
+            ``"mask"`` to 0 where ``w`` is out of bounds, or ``"reject"``: 1 or 0; see
+            :func:`~torchrl_llm.functional.sampler_weights`. Needs ``"old_log_prob"``: without it
+            the ratio is taken against the sampler itself. Default: ``None``.
         sampler_bounds: the cap of ``"truncate"``, ``(low, high)`` of ``"mask"`` and ``"reject"``.
-        sampler_level, sampler_reduction: the same as ``ratio_level`` and ``ratio_reduction``, of ``w``. Defaults: ``"token"``, ``"sum"``.
+        sampler_level, sampler_reduction: the same as ``ratio_level`` and ``ratio_reduction``, of
+            ``w``. Defaults: ``"token"``, ``"sum"``.
         discounted_objective, clip_advantage: options of the estimator, see
             :class:`~torchrl_llm.objectives.TurnEstimator`. Defaults: ``False``, ``None``.
 
@@ -169,7 +183,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
     entropy_target: Positive | None = None
     """Entropy of a token, in nats, up to which the bonus pays for it; None sets no bound."""
     sampler_correction: F.SamplerCorrection | None = None
-    """For samplers whose log-probs are not the trainer's: "truncate", "mask" or "reject"; None is off."""
+    """For samplers whose log-probs are not the trainer's: "truncate", "mask" or "reject"; None is
+    off."""
     sampler_bounds: Bound | tuple[Bound, Bound] | None = None
     """The correction's cap ("truncate"), or [low, high]."""
     sampler_level: F.RatioLevel = "token"
@@ -220,12 +235,14 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
 
     @property
     def entropy_bound(self) -> float | None:
-        """Entropy of a token, in nats, up to which the bonus pays for it now; ``None``: no bound."""
+        """Entropy of a token, in nats, up to which the bonus pays for it now; ``None``: no
+        bound."""
         return None if self.entropy_target is None else self.entropy_fraction * self.entropy_target
 
     @property
     def kl_fraction(self) -> float:
-        """The share of ``kl_coeff`` that counts now, in the loss and in the estimator, 1 unless it is set."""
+        """The share of ``kl_coeff`` that counts now, in the loss and in the estimator, 1 unless it
+        is set."""
         return self._kl_fraction
 
     @kl_fraction.setter
@@ -240,7 +257,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
 
     @property
     def learns_without_credit(self) -> bool:
-        """Whether the actor has a gradient where all advantages are 0; a loss of your own may have one from a term of its own."""
+        """Whether the actor has a gradient where all advantages are 0; a loss of your own may have
+        one from a term of its own."""
         return bool(self.kl_coeff or self.entropy_coeff) or not type(self).__module__.startswith("torchrl_llm.")
 
     @property
@@ -274,9 +292,10 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         """Choose the advantage estimator.
 
         Args:
-            value_type: a :class:`~torchrl_llm.objectives.TurnEstimator` class, built from this loss's own
-                options and ``hyperparams``; ``ValueEstimators.GAE``, which means ``TurnGAE``; any other
-                ``ValueEstimatorBase`` class or instance; or ``None``: the algorithm's own.
+            value_type: a :class:`~torchrl_llm.objectives.TurnEstimator` class, built from this
+                loss's own options and ``hyperparams``; ``ValueEstimators.GAE``, which means
+                ``TurnGAE``; any other ``ValueEstimatorBase`` class or instance; or ``None``: the
+                algorithm's own.
             **hyperparams: options of the estimator's class; they win over the loss's.
 
         Returns:
@@ -303,7 +322,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
 
     @property
     def _declared(self) -> TurnEstimator | type[TurnEstimator]:
-        """The estimator's declarations; TorchRL's own estimators have none, so our defaults hold for them."""
+        """The estimator's declarations; TorchRL's own estimators have none, so our defaults hold
+        for them."""
         estimator = self.value_estimator
         return estimator if isinstance(estimator, TurnEstimator) else TurnEstimator
 
@@ -327,13 +347,15 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
                 f'sampler_correction={self.sampler_correction!r} it would count twice. Use clipping="none" and no correction.'
             )
 
-    # Not called objective_loss, say: TorchRL wraps every public attribute whose name ends in "loss".
+    # Not called objective_loss, say: TorchRL wraps every public attribute whose name ends in
+    # "loss".
     def objective(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """The objective of each token, to be maximized, by ``clipping``. Override this method for another objective.
+        """The objective of each token, to be maximized, by ``clipping``. Override this method for
+        another objective.
 
         Args:
-            log_ratio: ``[B, L]``, new minus old log-prob, pooled over ``ratio_level``; 0 off actions. It has the
-                gradient of the log-prob.
+            log_ratio: ``[B, L]``, new minus old log-prob, pooled over ``ratio_level``; 0 off
+                actions. It has the gradient of the log-prob.
             advantage: ``[B, L]``; 0 off actions.
 
         Returns:
@@ -342,7 +364,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         return self.surrogate(log_ratio, advantage)[0]
 
     def surrogate(self, log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """The stock :meth:`objective`, and a mask of the tokens whose ratio is clipped; ``[B, L]`` each."""
+        """The stock :meth:`objective`, and a mask of the tokens whose ratio is clipped; ``[B, L]``
+        each."""
         if self.clipping == "none":
             return F.importance_ratio(log_ratio) * advantage, torch.zeros_like(log_ratio, dtype=torch.bool)
         if self.clipping == "cispo":
@@ -352,7 +375,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
     def weights(
         self, turn_ids: Tensor, process_group: dist.ProcessGroup | None = None, row_weight: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """The weights of an optimizer batch, ``[B, L]`` each, under their names in ``_AcceptedKeys``.
+        """The weights of an optimizer batch, ``[B, L]`` each, under their names in
+        ``_AcceptedKeys``.
 
         Args:
             turn_ids: ``[B, L]`` int64 of the whole batch (of this rank), -1 off actions.
@@ -363,7 +387,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
 
     @dispatch(auto_batch_size=False)
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The losses and diagnostics of the rows in ``tensordict``, see the class; ``tensordict`` is not changed."""
+        """The losses and diagnostics of the rows in ``tensordict``, see the class; ``tensordict``
+        is not changed."""
         turn_ids = self._get(tensordict, "turn_ids")
         action = turn_ids >= 0
         weights = self._read_weights(tensordict, turn_ids)
@@ -389,7 +414,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
             entropy = torch.where(action, self._get(scored, "entropy"), 0.0)
             out["entropy"] = (weight * entropy).sum().detach()
             if self.entropy_coeff:
-                # Each token: a bound on the batch's mean lets a few have it all, and the one that decides none.
+                # Each token: a bound on the batch's mean lets a few have it all, and the one that
+                # decides none.
                 paid = entropy if self.entropy_bound is None else entropy.clamp(max=self.entropy_bound)
                 out["loss_entropy"] = -self.entropy_coeff * (weight * paid).sum()
         self._add_terms(out, tensordict, scored, weights)
@@ -401,7 +427,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
     def _add_terms(
         self, out: TensorDictBase, tensordict: TensorDictBase, scored: TensorDictBase, weights: dict[str, Tensor]
     ) -> None:
-        """Write further terms into ``out``; a subclass overrides it. ``scored`` is of :meth:`_score`."""
+        """Write further terms into ``out``; a subclass overrides it. ``scored`` is of
+        :meth:`_score`."""
 
     def _read_weights(self, tensordict: TensorDictBase, turn_ids: Tensor) -> dict[str, Tensor]:
         """The weights in the rows; without any, the weights of the rows taken as a whole batch."""
@@ -414,13 +441,15 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         return {name: torch.where(turn_ids >= 0, weight, 0.0) for name, weight in written.items()}
 
     def _unit_weight(self, weight: Tensor, turn_ids: Tensor) -> Tensor:
-        """Under sum pooling a unit counts with one token's weight, else with the sum of its tokens' weights."""
+        """Under sum pooling a unit counts with one token's weight, else with the sum of its tokens'
+        weights."""
         if self.ratio_level == "token" or self.ratio_reduction == "mean" or self.unit_weight == "equal":
             return weight
         return weight / F.pool_log_ratio(torch.ones_like(weight), turn_ids, self.ratio_level, "sum").clamp_min(1.0)
 
     def _old_log_prob(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """The old log-prob, the denominator of ratios, and the sampler correction; ``[B, L]`` each."""
+        """The old log-prob, the denominator of ratios, and the sampler correction; ``[B, L]``
+        each."""
         old = self._frozen(tensordict, self._old_name(tensordict))
         if self._sampler_rule is None:
             return old, torch.ones_like(old)

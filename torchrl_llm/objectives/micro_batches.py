@@ -1,8 +1,10 @@
-"""Helpers around a loss in a training loop: weights before a batch is split, and sums over its micro-batches.
+"""Helpers around a loss in a training loop: weights before a batch is split, and sums over its
+micro-batches.
 
-The weights of a loss belong to the optimizer batch: :func:`write_loss_weights` writes them once, before the batch is split.
-The gradient then does not depend on how the rows are cut into micro-batches, padded or ordered. Micro-batches are added,
-never averaged: call ``backward`` on :func:`total`; :func:`merge` adds up their outputs.
+The weights of a loss belong to the optimizer batch: :func:`write_loss_weights` writes them once,
+before the batch is split. The gradient then does not depend on how the rows are cut into
+micro-batches, padded or ordered. Micro-batches are added, never averaged: call ``backward`` on
+:func:`total`; :func:`merge` adds up their outputs.
 """
 
 from __future__ import annotations
@@ -17,17 +19,21 @@ from torch import Tensor
 from torchrl_llm.objectives.loss import TurnPolicyLoss
 
 AVERAGED = ("ESS", "explained_variance", "sampler_rejected", "sampler_weight")
-"""Outputs that :func:`merge` averages by the micro-batches' shares of the weight; all others are sums."""
+"""Outputs that :func:`merge` averages by the micro-batches' shares of the weight; all others are
+sums."""
 
 
 def write_loss_weights(
     batch: TensorDictBase, loss_module: TurnPolicyLoss, process_group: dist.ProcessGroup | None = None
 ) -> TensorDictBase:
-    """Write every weight that ``loss_module`` reads into an optimizer batch, before it is split into micro-batches.
+    """Write every weight that ``loss_module`` reads into an optimizer batch, before it is split
+    into micro-batches.
 
     Args:
-        batch: ``[B]`` rows with ``"turn_ids"``, and ``"row_weight"`` if they count differently: all rows of one optimizer step on this rank.
-        loss_module: the loss, which computes its weights (``"loss_weight"``; ``"critic_weight"`` too for PPO).
+        batch: ``[B]`` rows with ``"turn_ids"``, and ``"row_weight"`` if they count differently: all
+            rows of one optimizer step on this rank.
+        loss_module: the loss, which computes its weights (``"loss_weight"``; ``"critic_weight"``
+            too for PPO).
         process_group: count over all ranks of this group; losses are then summed over the ranks.
 
     Returns:
@@ -58,8 +64,9 @@ def total(losses: TensorDictBase) -> Tensor:
 def merge(outputs: Sequence[TensorDictBase]) -> TensorDict:
     """The outputs of an optimizer batch from the outputs of its micro-batches, detached.
 
-    Outputs are summed, but for :data:`AVERAGED`, which are averaged by ``"weight"``. That is the batch's value for means over
-    tokens; of ``ESS`` and ``explained_variance`` it is an approximation, exact for one micro-batch.
+    Outputs are summed, but for :data:`AVERAGED`, which are averaged by ``"weight"``. That is the
+    batch's value for means over tokens; of ``ESS`` and ``explained_variance`` it is an
+    approximation, exact for one micro-batch.
 
     Examples:
         >>> half = torch.tensor(0.5)

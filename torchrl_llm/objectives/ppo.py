@@ -20,27 +20,30 @@ from torchrl_llm.utils.options import NonNegative, Positive, Share
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LLMPPOLoss(TurnPolicyLoss):
-    """Proximal policy optimization with a critic (Schulman et al., 2017, arXiv:1707.06347) and turn-level GAE.
+    """Proximal policy optimization with a critic (Schulman et al., 2017, arXiv:1707.06347) and
+    turn-level GAE.
 
-    Adds to :class:`~torchrl_llm.objectives.TurnPolicyLoss` the critic's term
-    ``critic_coeff * mean(0.5 * max((V - R)^2, (V_clip - R)^2))`` over the turns of the optimizer batch (its action
-    tokens at token granularity); ``V`` is pooled as in the estimator, ``V_clip`` stays within ``clip_value`` of the
-    estimator's. Also reads ``"value_target"``, ``"state_value"`` ``[B, L]`` and, if present, ``"critic_weight"``. Also
-    returns ``loss_critic``, and, detached, ``explained_variance`` of these rows and ``value_clip_fraction``.
+    Adds to :class:`~torchrl_llm.objectives.TurnPolicyLoss` the critic's term ``critic_coeff *
+    mean(0.5 * max((V - R)^2, (V_clip - R)^2))`` over the turns of the optimizer batch (its action
+    tokens at token granularity); ``V`` is pooled as in the estimator, ``V_clip`` stays within
+    ``clip_value`` of the estimator's. Also reads ``"value_target"``, ``"state_value"`` ``[B, L]``
+    and, if present, ``"critic_weight"``. Also returns ``loss_critic``, and, detached,
+    ``explained_variance`` of these rows and ``value_clip_fraction``.
 
     Args:
         actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
-        critic: writes ``"state_value"`` ``[B, L]``, index i the value of the prefix before token i, and
-            ``"bootstrap_value"`` ``[B]``.
-        joint: writes what actor and critic write at action tokens, ``"bootstrap_value"`` excepted, in one forward: ``models.joint``
-            of a critic that shares the actor's trunk. The loss then calls it and neither of the two. Default: ``None``.
+        critic: writes ``"state_value"`` ``[B, L]``, index i the value of the prefix before token i,
+            and ``"bootstrap_value"`` ``[B]``.
+        joint: writes what actor and critic write at action tokens, ``"bootstrap_value"`` excepted,
+            in one forward: ``models.joint`` of a critic that shares the actor's trunk. The loss
+            then calls it and neither of the two. Default: ``None``.
 
     Keyword Args:
         critic_coeff: weight of the critic's term. Default: 0.5.
         clip_value: how far the value may move from the estimator's; ``None`` is off. Default: 0.2.
         gamma, lmbda, granularity, single_turn, value_reduction, whiten: see
-            :class:`~torchrl_llm.objectives.TurnGAE`. Defaults: 0.99 (1.0 per token), 0.95, ``"turn"``,
-            ``None``, ``"first"``, ``True``.
+            :class:`~torchrl_llm.objectives.TurnGAE`. Defaults: 0.99 (1.0 per token), 0.95,
+            ``"turn"``, ``None``, ``"first"``, ``True``.
         kl_coeff: weight of the KL to the reference. Default: 0.01.
         **options: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
     """
@@ -55,13 +58,15 @@ class LLMPPOLoss(TurnPolicyLoss):
     critic_coeff: NonNegative = 0.5
     """Weight of the critic's term."""
     clip_value: Positive | None = 0.2
-    """How far a value may move from the old one; no bound: None in the loss, 0 in the settings of a run."""
+    """How far a value may move from the old one; no bound: None in the loss, 0 in the settings of a
+    run."""
     gamma: Share | None = None
     """Discount per turn."""
     lmbda: Share = 0.95
     """Lambda of the turn-level GAE."""
     granularity: Granularity = "turn"
-    """Credit per "turn" or per "token"; "auto" is per token where the environment ends every episode with its first response."""
+    """Credit per "turn" or per "token"; "auto" is per token where the environment ends every
+    episode with its first response."""
     single_turn: bool | None = None
     value_reduction: F.ValueReduction = "first"
     """The value of a turn: "first" (unbiased), "mean" or "last"."""
@@ -87,7 +92,8 @@ class LLMPPOLoss(TurnPolicyLoss):
         return self._declared.granularity == "token"
 
     def weights(self, turn_ids: Tensor, *counted: Any, **named: Any) -> dict[str, Tensor]:
-        """The policy's weights, and the critic's: ``1/K`` for each of ``K`` turns (or ``1/N`` for each token)."""
+        """The policy's weights, and the critic's: ``1/K`` for each of ``K`` turns (or ``1/N`` for
+        each token)."""
         kind: F.WeightKind = "token" if self._token_granularity else "turn"
         critic = F.loss_weights(turn_ids, kind, None, *counted, **named)
         return {**super().weights(turn_ids, *counted, **named), "critic_weight": critic}

@@ -13,7 +13,8 @@ from torchrl_llm import functional as F
 
 @dataclass(frozen=True)
 class SamplerRule:
-    """The options ``sampler_*`` of a loss, checked; see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
+    """The options ``sampler_*`` of a loss, checked; see
+    :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
 
     Args:
         kind: ``"truncate"``, ``"mask"`` or ``"reject"``.
@@ -56,7 +57,9 @@ class SamplerRule:
     @staticmethod
     @torch.no_grad()
     def metrics(correction: Tensor, weight: Tensor) -> dict[str, Tensor]:
-        """The share of tokens that the correction leaves out, and its mean; by ``weight``, that of the loss."""
-        whole = weight.sum().clamp_min(torch.finfo(weight.dtype).tiny)  # 0 in rows that only keep ranks in step
+        """The share of tokens that the correction leaves out, and its mean; by ``weight``, that of
+        the loss."""
+        # 0 in rows that only keep ranks in step
+        whole = weight.sum().clamp_min(torch.finfo(weight.dtype).tiny)
         rejected = (weight * (correction == 0)).sum() / whole
         return {"sampler_rejected": rejected, "sampler_weight": (weight * correction).sum() / whole}

@@ -20,25 +20,29 @@ from torchrl_llm.utils.options import Finite, Idle, Share
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LLMSFTLoss(TurnPolicyLoss):
-    """Supervised fine-tuning: the negative log-likelihood of the action tokens of episodes, weighted by turn.
+    """Supervised fine-tuning: the negative log-likelihood of the action tokens of episodes,
+    weighted by turn.
 
-    ``loss_objective = -sum(loss_weight * advantage * log_prob)`` over the action tokens (``turn_ids >= 0``), where the advantage is
-    the weight of :class:`~torchrl_llm.objectives.ImitationWeights`: all turns of demonstrations (warm start), those of episodes
-    that were won (rejection sampling, expert iteration), or weighted by return. The episodes may be anybody's: no ratio is taken
-    and ``"sample_log_prob"`` is not read.
+    ``loss_objective = -sum(loss_weight * advantage * log_prob)`` over the action tokens
+    (``turn_ids >= 0``), where the advantage is the weight of
+    :class:`~torchrl_llm.objectives.ImitationWeights`: all turns of demonstrations (warm start),
+    those of episodes that were won (rejection sampling, expert iteration), or weighted by return.
+    The episodes may be anybody's: no ratio is taken and ``"sample_log_prob"`` is not read.
 
-    Reads rows ``[B]``: what the actor reads, ``"turn_ids"``, ``"advantage"`` and, optionally, ``"loss_weight"``. Returns
-    ``loss_objective``, ``loss_entropy`` (``entropy_coeff`` not 0), and, detached, ``nll``: nats per action token, whatever its
-    weight; ``imitated``: the share of the tokens that has one; ``entropy`` and ``weight``. Over micro-batches they add up.
+    Reads rows ``[B]``: what the actor reads, ``"turn_ids"``, ``"advantage"`` and, optionally,
+    ``"loss_weight"``. Returns ``loss_objective``, ``loss_entropy`` (``entropy_coeff`` not 0), and,
+    detached, ``nll``: nats per action token, whatever its weight; ``imitated``: the share of the
+    tokens that has one; ``entropy`` and ``weight``. Over micro-batches they add up.
 
     Args:
         actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
 
     Keyword Args:
-        imitate, min_return, gamma: see :class:`~torchrl_llm.objectives.ImitationWeights`. Defaults: ``"all"``, ``None``, 1.0.
-        weighting, weight_constant, entropy_coeff, entropy_target: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`. The
-            weights count all action tokens of the batch, also those that are not imitated: the fewer are, the smaller the
-            gradient.
+        imitate, min_return, gamma: see :class:`~torchrl_llm.objectives.ImitationWeights`. Defaults:
+            ``"all"``, ``None``, 1.0.
+        weighting, weight_constant, entropy_coeff, entropy_target: see
+            :class:`~torchrl_llm.objectives.TurnPolicyLoss`. The weights count all action tokens of
+            the batch, also those that are not imitated: the fewer are, the smaller the gradient.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -62,7 +66,8 @@ class LLMSFTLoss(TurnPolicyLoss):
         ),
     )
     imitate: Imitated = "all"
-    """Imitate "all" turns, those of episodes that ended in "success", or each with the weight of its "return"."""
+    """Imitate "all" turns, those of episodes that ended in "success", or each with the weight of
+    its "return"."""
     min_return: Finite | None = None
     """Do not imitate turns whose return from there on is less; None sets no bound."""
     gamma: Share = 1.0

@@ -11,7 +11,8 @@ logger = logging.getLogger(__name__)
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[Tensor]:
-    """Clip the gradient of each parameter group, so that actor and critic are clipped apart; returns the norms before.
+    """Clip the gradient of each parameter group, so that actor and critic are clipped apart;
+    returns the norms before.
 
     Args:
         optimizer: its gradients are changed in place.
@@ -21,9 +22,11 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[Te
 
 
 def clipped_step(optimizer: torch.optim.Optimizer, max_norm: float) -> bool:
-    """Clip the gradient of each parameter group, step, and set gradients to zero; NaN and infinite gradients take no step.
+    """Clip the gradient of each parameter group, step, and set gradients to zero; NaN and infinite
+    gradients take no step.
 
-    One such step would make all weights NaN. It is left out with a warning: weights and the optimizer's state stay as they are.
+    One such step would make all weights NaN. It is left out with a warning: weights and the
+    optimizer's state stay as they are.
 
     Args:
         optimizer: of one or more parameter groups.

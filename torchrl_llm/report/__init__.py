@@ -1,4 +1,5 @@
-"""The run report: one self-contained HTML page of a run's folder, see :func:`write_report`; and runs side by side.
+"""The run report: one self-contained HTML page of a run's folder, see :func:`write_report`; and
+runs side by side.
 
 Both read files only, so that they can be written again at any time and anywhere, without the model.
 :func:`run_and_report` builds a run, trains, and writes the report.

@@ -42,13 +42,16 @@ _NONE = "-"
 
 
 def compare_runs(folders: Sequence[Path]) -> str:
-    """A table of runs, one a line, one of the runs that differ in their seed alone, and the settings in which they differ.
+    """A table of runs, one a line, one of the runs that differ in their seed alone, and the
+    settings in which they differ.
 
-    "training" is the win rate of the training batches, mean of the last tenth of the iterations; "before" and "after" are those of
-    the evaluations, the latter with its interval, the share of its episodes whose task was trained on ("-" where that is unknown)
-    and that of penalized turns; "seconds" is the wall clock of the
-    iterations, and "turns" what was collected, those of trees that were played again included; "gained, lost" compares the latter, episode by
-    episode, with that of the first run above that was evaluated in the same games (:func:`~torchrl_llm.metrics.paired_comparison`, with McNemar's p).
+    "training" is the win rate of the training batches, mean of the last tenth of the iterations;
+    "before" and "after" are those of the evaluations, the latter with its interval, the share of
+    its episodes whose task was trained on ("-" where that is unknown) and that of penalized turns;
+    "seconds" is the wall clock of the iterations, and "turns" what was collected, those of trees
+    that were played again included; "gained, lost" compares the latter, episode by episode, with
+    that of the first run above that was evaluated in the same games
+    (:func:`~torchrl_llm.metrics.paired_comparison`, with McNemar's p).
 
     Args:
         folders: of the runs, at least one.
@@ -99,7 +102,8 @@ def _shown(value: Any, kind: str) -> str:
 
 
 def _paired(run: RunFiles, earlier: Mapping[str, RunFiles]) -> str:
-    """The episodes that it gained and lost against the first run that was evaluated in the same games."""
+    """The episodes that it gained and lost against the first run that was evaluated in the same
+    games."""
     for name, other in earlier.items():
         with suppress(ValueError):  # other games
             found = paired_statistics(other.after, run.after)
@@ -117,7 +121,8 @@ def _settings(runs: Mapping[str, RunFiles]) -> dict[str, dict[str, str]]:
 
 
 def _number(text: str) -> str:
-    """A number as it is written today, where an earlier version wrote 1.0 for 1; other texts as they are."""
+    """A number as it is written today, where an earlier version wrote 1.0 for 1; other texts as
+    they are."""
     with suppress(ValueError):
         return text.removesuffix(".0") if float(text).is_integer() else text
     return text
@@ -136,7 +141,8 @@ def _differing(runs: Mapping[str, RunFiles], known: Mapping[str, Mapping[str, st
 
 
 def _differences(runs: Mapping[str, RunFiles]) -> list[str]:
-    """A line for each setting that differs: its values, and the runs that have them. The seed is in the table."""
+    """A line for each setting that differs: its values, and the runs that have them. The seed is in
+    the table."""
     known = _settings(runs)
     unknown = [name for name in runs if name not in known]
     lines = [f"settings that an earlier version did not write: {', '.join(unknown)}"] if unknown else []
@@ -149,7 +155,8 @@ def _differences(runs: Mapping[str, RunFiles]) -> list[str]:
 
 
 def _over_seeds(runs: Mapping[str, RunFiles]) -> str:
-    """A table of the runs that differ in nothing but their seed, where there are two or more: means of those that have ended, and the worst."""
+    """A table of the runs that differ in nothing but their seed, where there are two or more: means
+    of those that have ended, and the worst."""
     lines = [_OVER_SEEDS]
     for label, names in _groups(runs).items():
         seeds = _by_seed([runs[name] for name in names])
@@ -165,7 +172,8 @@ def _over_seeds(runs: Mapping[str, RunFiles]) -> str:
 
 
 def _by_seed(runs: Sequence[RunFiles]) -> dict[Any, RunFiles]:
-    """Seed -> its run; of several runs of a seed, which are the same run again, the first that has ended, or the first."""
+    """Seed -> its run; of several runs of a seed, which are the same run again, the first that has
+    ended, or the first."""
     found: dict[Any, RunFiles] = {}
     for run in sorted(runs, key=_has_ended, reverse=True):  # stable in reverse too
         found.setdefault(run.info.get("seed"), run)
@@ -177,7 +185,8 @@ def _has_ended(run: RunFiles) -> bool:
 
 
 def _groups(runs: Mapping[str, RunFiles]) -> dict[str, list[str]]:
-    """What sets runs apart from others -> the runs that have it, which differ in their seed alone."""
+    """What sets runs apart from others -> the runs that have it, which differ in their seed
+    alone."""
     known = _settings(runs)
     differing = _differing(runs, known)
     groups: dict[str, list[str]] = {}
@@ -220,7 +229,8 @@ def _named(folders: Sequence[Path]) -> dict[str, RunFiles]:
 
 
 def plot_runs(folders: Sequence[Path], path: Path) -> None:
-    """Draw the win rates of runs over the turns collected: training batches as faint lines, evaluations as points.
+    """Draw the win rates of runs over the turns collected: training batches as faint lines,
+    evaluations as points.
 
     Runs that differ in their seed alone share a color.
 
@@ -229,7 +239,8 @@ def plot_runs(folders: Sequence[Path], path: Path) -> None:
         path: the file; its ending is the format, such as ``.png``, ``.svg`` or ``.pdf``.
 
     Raises:
-        FileNotFoundError: one of the folders holds nothing of a run, or that of the plot is missing.
+        FileNotFoundError: one of the folders holds nothing of a run, or that of the plot is
+            missing.
         ImportError: matplotlib is missing.
         ValueError: no run has anything to draw, or the format is not known.
     """
@@ -269,7 +280,8 @@ def plot_runs(folders: Sequence[Path], path: Path) -> None:
 
 
 def _held_out(run: RunFiles) -> list[tuple[float, float]]:
-    """Turns and win rate of each evaluation, that before training at 0 turns and that after it at the last."""
+    """Turns and win rate of each evaluation, that before training at 0 turns and that after it at
+    the last."""
     name = "evaluation/success"
     found = [(each["rollout/steps"], each[name]) for each in run.history if name in each]
     before = as_metrics(run.before).get(name)

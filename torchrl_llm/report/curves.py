@@ -88,7 +88,8 @@ _INKS = {
     "#0a0303": "--c3",
     "#0a0404": "--c4",
 }
-"""Colors in the drawing -> variables of the page, which differ between its light and its dark scheme."""
+"""Colors in the drawing -> variables of the page, which differ between its light and its dark
+scheme."""
 _INK, _MUTED, _GRID, *_CYCLE = _INKS
 
 
@@ -113,7 +114,8 @@ def _draw(panel: Panel, history: Sequence[Mapping[str, float]], before: Mapping[
     import matplotlib as mpl
     from matplotlib.figure import Figure  # not pyplot, which keeps every figure
 
-    # Text stays text, in the page's font. The salt makes ids of clip paths the same each time, and different between plots.
+    # Text stays text, in the page's font. The salt makes ids of clip paths the same each time, and
+    # different between plots.
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": panel.title, "font.size": 9, "path.simplify_threshold": 0.5}
     with mpl.rc_context(style):
         figure = Figure(figsize=(3.6, 2.0), layout="constrained")
@@ -147,7 +149,8 @@ def _lines(axes: Axes, panel: Panel, history: Sequence[Mapping[str, float]]) -> 
 def _held_out(
     axes: Axes, panel: Panel, history: Sequence[Mapping[str, float]], before: Mapping[str, float]
 ) -> list[str]:
-    """Draw the evaluations, the one before training at 0 turns, with their interval where they have one."""
+    """Draw the evaluations, the one before training at 0 turns, with their interval where they have
+    one."""
     name = panel.held_out
     found: list[Mapping[str, float]] = [{"rollout/steps": 0.0, **before}, *history]
     evaluated = [metrics for metrics in found if name in metrics]

@@ -1,7 +1,8 @@
-"""Recorded episodes as the page embeds them: lanes of turns as JSON, tokens and their values in a byte or two each.
+"""Recorded episodes as the page embeds them: lanes of turns as JSON, tokens and their values in a
+byte or two each.
 
-:class:`GroupEncoder` writes a group (:mod:`torchrl_llm.runs.recorded_groups`) as a compressed block that the page inflates when it is
-looked at.
+:class:`GroupEncoder` writes a group (:mod:`torchrl_llm.runs.recorded_groups`) as a compressed block
+that the page inflates when it is looked at.
 """
 
 from __future__ import annotations
@@ -71,10 +72,12 @@ def token_values(recording: Recording) -> tuple[dict[str, Floats], dict[str, str
 
 
 def turn_lanes(recording: Recording, row: int) -> dict[str, list[float | None]]:
-    """The lanes of an episode, a number a turn: reward, return to go, and with credit value, advantage and TD error.
+    """The lanes of an episode, a number a turn: reward, return to go, and with credit value,
+    advantage and TD error.
 
-    The return to go is discounted by the run's gamma and has no bootstrap; the TD error is ``r + gamma V' - V``, where ``V'`` is
-    0 after a terminated episode and the value of the whole row after a truncated one.
+    The return to go is discounted by the run's gamma and has no bootstrap; the TD error is
+    ``r + gamma V' - V``, where ``V'`` is 0 after a terminated episode and the value of the whole
+    row after a truncated one.
     """
     rows = recording.arrays
     count = int(rows["turn.mask"][row].sum())
@@ -99,7 +102,8 @@ def _discounted(reward: Floats, gamma: float) -> Floats:
 
 
 def _short(value: float) -> float | None:
-    """Four digits: the lanes are read, not computed with. ``None`` for what is no number: JSON has none for it."""
+    """Four digits: the lanes are read, not computed with. ``None`` for what is no number: JSON has
+    none for it."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
@@ -120,8 +124,9 @@ class GroupEncoder:
     def encode(self, group: Group) -> tuple[dict[str, Any], str]:
         """The description of a group for the page's index, and its block: base64 of a zlib stream.
 
-        The block holds, one after the other, the text of each token of each episode (2 bytes, or 4 where there are more than
-        65,535 texts), and a byte a model's token for each quantity, 0 where there is no number.
+        The block holds, one after the other, the text of each token of each episode (2 bytes, or 4
+        where there are more than 65,535 texts), and a byte a model's token for each quantity, 0
+        where there is no number.
         """
         arrays, parts = group.recording.arrays, []
         values, _ = token_values(group.recording)
@@ -175,14 +180,16 @@ class GroupEncoder:
         }
 
     def _extras(self, recording: Recording, row: int, count: int) -> dict[str, Any]:
-        """The extras of an episode, a value a turn: numbers, and texts as numbers of pieces; ``None`` where there is none."""
+        """The extras of an episode, a value a turn: numbers, and texts as numbers of pieces;
+        ``None`` where there is none."""
         numbers, texts = {}, {}
         for name, values in recording.extras.items():
             own = values[row, :count].tolist()
             if np.issubdtype(values.dtype, np.floating):
                 numbers[visible(name)] = [_short(value) for value in own]
             else:
-                # A hash whose text is not known is shown as a number: equal ones are still seen to be equal.
+                # A hash whose text is not known is shown as a number: equal ones are still seen to
+                # be equal.
                 texts[visible(name)] = [
                     self._number(recording.texts.get(key, f"#{key:x}")) if key else None for key in own
                 ]
@@ -190,7 +197,8 @@ class GroupEncoder:
 
 
 def _with_values(lanes: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The lanes in which a turn has a value: an environment of a mixture has none of another one's extras."""
+    """The lanes in which a turn has a value: an environment of a mixture has none of another one's
+    extras."""
     return {name: lane for name, lane in lanes.items() if any(value is not None for value in lane)}
 
 
@@ -202,7 +210,8 @@ def quantized(values: Floats, *, signed: bool) -> tuple[npt.NDArray[np.uint8], l
         signed: the range is symmetrical around 0, so that 0 is 128 exactly.
 
     Returns:
-        ``[n]`` bytes, and ``[low, high, typical]``: the ends of the range, and the size that is shaded fully.
+        ``[n]`` bytes, and ``[low, high, typical]``: the ends of the range, and the size that is
+        shaded fully.
 
     Examples:
         >>> data, (low, high, _) = quantized(np.array([-1.0, 0.0, 0.25, np.nan]), signed=True)
@@ -222,7 +231,8 @@ def quantized(values: Floats, *, signed: bool) -> tuple[npt.NDArray[np.uint8], l
 
 
 def compressed(data: bytes) -> str:
-    """Base64 of a zlib stream, which every browser inflates (``DecompressionStream("deflate")``)."""
+    """Base64 of a zlib stream, which every browser inflates
+    (``DecompressionStream("deflate")``)."""
     return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
 
 

@@ -33,13 +33,16 @@ LIMIT = 5_000_000
 def write_report(folder: str | Path, *, full: bool = False) -> Path:
     """Write the run report: one HTML file that needs no server and no network.
 
-    It has a summary with learning curves (with matplotlib, ``pip install "torchrl-llm[report]"``), the recorded episodes turn by
-    turn, groups as trees, and the same task across iterations. Texts of environments and models are data in it: they are
-    compressed in blocks, shown as text, and its content security policy allows no other script than its own.
+    It has a summary with learning curves (with matplotlib, ``pip install "torchrl-llm[report]"``),
+    the recorded episodes turn by turn, groups as trees, and the same task across iterations. Texts
+    of environments and models are data in it: they are compressed in blocks, shown as text, and its
+    content security policy allows no other script than its own.
 
     Args:
-        folder: the ``output_dir`` of a run; one that still runs, was interrupted, or has no recordings will do.
-        full: embed every recorded group; else as many as fit into 5 MB, and the page says how many were left out.
+        folder: the ``output_dir`` of a run; one that still runs, was interrupted, or has no
+            recordings will do.
+        full: embed every recorded group; else as many as fit into 5 MB, and the page says how many
+            were left out.
 
     Returns:
         The file, ``report.html`` in ``folder``.
@@ -85,7 +88,8 @@ class _Page:
         self.curves = draw_curves(history, as_metrics(self.files.before))
 
     def add_groups(self, limit: int | None) -> None:
-        """Encode the recorded groups, those that matter most first, until the page has ``limit`` bytes."""
+        """Encode the recorded groups, those that matter most first, until the page has ``limit``
+        bytes."""
         ordered = by_importance([list(groups_of(each, number)) for number, each in enumerate(self.recordings)])
         size = len(self.render().encode())
         for position, group in enumerate(ordered):
@@ -175,7 +179,8 @@ def _label(recording: Recording) -> str:
 
 
 def by_importance(groups: list[list[Group]]) -> list[Group]:
-    """The groups of all recordings, those that a page must have first: the ends of the run, then what halves the gaps.
+    """The groups of all recordings, those that a page must have first: the ends of the run, then
+    what halves the gaps.
 
     Args:
         groups: of each recording, in the order of the run.
@@ -187,7 +192,8 @@ def by_importance(groups: list[list[Group]]) -> list[Group]:
 
 
 def spread(count: int) -> Iterator[int]:
-    """0 to ``count - 1`` in an order whose every beginning is spread over the whole: the ends, then what halves the gaps.
+    """0 to ``count - 1`` in an order whose every beginning is spread over the whole: the ends, then
+    what halves the gaps.
 
     Examples:
         >>> list(spread(9))

@@ -1,6 +1,8 @@
-"""The report of a run with an evaluation before and after it: ``report.html``, ``result.json``, a learning curve, sample episodes.
+"""The report of a run with an evaluation before and after it: ``report.html``, ``result.json``, a
+learning curve, sample episodes.
 
-The scripts in ``examples/`` are calls of :func:`run_and_report`, which builds a run, trains, reports and closes it.
+The scripts in ``examples/`` are calls of :func:`run_and_report`, which builds a run, trains,
+reports and closes it.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def run_and_report(
 ) -> dict[str, Any]:
     """Build a run, evaluate, train, evaluate, and write the report to ``config.output_dir``.
 
-    Ctrl-C and SIGTERM end the run in good order: it is saved, the report says how far it came, and a line how to go on.
+    Ctrl-C and SIGTERM end the run in good order: it is saved, the report says how far it came, and
+    a line how to go on.
 
     Args:
         config: the settings of the run.
@@ -60,7 +63,8 @@ def run_and_report(
         say: gets the lines for the terminal; default: printed.
 
     Returns:
-        The content of ``result.json``; of several processes the main one writes it, and the others return an empty dictionary.
+        The content of ``result.json``; of several processes the main one writes it, and the others
+        return an empty dictionary.
 
     Raises:
         Interrupted: by a signal, after the report is written as far as the run came.
@@ -79,8 +83,9 @@ def run_and_report(
             run.trainer.train()
             report.after = run.final_evaluation()
             result = report.write(run, run.trainer.stop_reason)
-            # All processes end together: one that ends at once after a collective, while PyTorch's threads still release what
-            # they sent, is aborted now and then ("terminate called without an active exception"), and its launcher ends the rest.
+            # All processes end together: one that ends at once after a collective, while PyTorch's
+            # threads still release what they sent, is aborted now and then ("terminate called
+            # without an active exception"), and its launcher ends the rest.
             run.trainer.accelerator.wait_for_everyone()
             return result
         except Interrupted as interrupted:
@@ -94,8 +99,8 @@ def run_and_report(
 def evaluate_before(run: Run) -> Evaluation | None:
     """Evaluate the untrained model.
 
-    A resumed run reads what it found in ``evaluation_before.json``. A run that continues a checkpoint of another folder has no
-    such evaluation: ``None``.
+    A resumed run reads what it found in ``evaluation_before.json``. A run that continues a
+    checkpoint of another folder has no such evaluation: ``None``.
     """
     run.begin()
     path = run.config.output_dir / "evaluation_before.json"
@@ -132,7 +137,8 @@ class RunReport:
         say: gets the lines for the terminal.
         before: the evaluation before training; ``None``: there is none.
         after: the evaluation after training; ``None``: there is none (yet).
-        started: seconds of wall clock and of CPU when the report was begun, which ``wall_s`` and ``cpu_s`` count from.
+        started: seconds of wall clock and of CPU when the report was begun, which ``wall_s`` and
+            ``cpu_s`` count from.
     """
 
     say: Callable[[str], None]
@@ -141,7 +147,8 @@ class RunReport:
     started: tuple[float, float] = field(default_factory=lambda: (time.perf_counter(), time.process_time()))
 
     def write(self, run: Run, stop_reason: str | None) -> dict[str, Any]:
-        """Write the report on the main process, of an interrupted run as far as it came; return the content of ``result.json``."""
+        """Write the report on the main process, of an interrupted run as far as it came; return the
+        content of ``result.json``."""
         if not run.trainer.distributed.is_main:
             return {}
         out, title = run.config.output_dir, f"{run.config.algo} on {run.config.env_name}"
@@ -153,7 +160,8 @@ class RunReport:
             history = with_final(run.trainer.history, after)
             plot_learning_curve(history, out / "learning_curve.png", title=title, before=before)
         if self.after is None:
-            (out / "evaluation_after.json").unlink(missing_ok=True)  # of an earlier end, before a resume
+            # of an earlier end, before a resume
+            (out / "evaluation_after.json").unlink(missing_ok=True)
         else:
             _write_episodes(run, self.after, "after")
             write_json(self.after.statistics(), out / "evaluation_after.json")
@@ -183,12 +191,14 @@ class RunReport:
         try:
             return paired_comparison(self.before, self.after)
         except ValueError as error:
-            # A run may be resumed with another environment or number of episodes, and its report must not be lost to that.
+            # A run may be resumed with another environment or number of episodes, and its report
+            # must not be lost to that.
             logger.warning("no paired comparison: %s", error)
             return None
 
     def _same_games(self) -> bool | None:
-        """``None``: an evaluation is missing, or of a version whose digest leaves out what the game depends on."""
+        """``None``: an evaluation is missing, or of a version whose digest leaves out what the game
+        depends on."""
         found = [each for each in (self.before, self.after) if each is not None and each.beginnings is not None]
         return found[0].task_digest == found[1].task_digest if len(found) == 2 else None
 
@@ -234,13 +244,15 @@ def _write_episodes(run: Run, evaluation: Evaluation, when: Kind) -> None:
 
 def _export_merged(run: Run, folder: Path) -> None:
     run.models.export_merged(folder, run.tokenizer)
-    # As an export has them: the folder may be copied elsewhere, and config.yaml has only the label of an environment.
+    # As an export has them: the folder may be copied elsewhere, and config.yaml has only the label
+    # of an environment.
     from_python = run.checkpoints.env_from_python
     write_settings_beside(settings_for_use(run.config.as_json(), env_from_python=from_python), folder)
 
 
 def _write_page(folder: Path) -> None:
-    """Write ``report.html``; an error is logged, because the run and its other files must not be lost to it."""
+    """Write ``report.html``; an error is logged, because the run and its other files must not be
+    lost to it."""
     try:
         write_report(folder)
     except Exception:

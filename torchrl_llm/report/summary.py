@@ -14,9 +14,11 @@ Rows = list[tuple[str, ...]]
 
 
 def outcome(files: RunFiles) -> list[tuple[str, tuple[str, str], tuple[str, str]]]:
-    """Win rate, trained share of the tasks, return, turns, penalized turns: name, and number and interval before and after.
+    """Win rate, trained share of the tasks, return, turns, penalized turns: name, and number and
+    interval before and after.
 
-    The share stands below the win rate, for a rate on tasks that were trained on says nothing of others.
+    The share stands below the win rate, for a rate on tasks that were trained on says nothing of
+    others.
     """
     before, result = files.before, files.result
     earlier = before.get("success_ci95") or result.get("success_before_ci95")
@@ -37,7 +39,8 @@ def outcome(files: RunFiles) -> list[tuple[str, tuple[str, str], tuple[str, str]
 
 
 def paired(files: RunFiles) -> str:
-    """The paired comparison of the evaluations as a sentence, or that they are of different games; empty without one."""
+    """The paired comparison of the evaluations as a sentence, or that they are of different games;
+    empty without one."""
     if files.result.get("same_games") is False:
         return OTHER_GAMES
     found = files.result.get("paired")
@@ -54,7 +57,8 @@ def headline(files: RunFiles) -> dict[str, str]:
     """The few numbers at the top: name -> value."""
     history, result = files.history, files.result
     last = history[-1] if history else {}
-    # Continuations cost turns that no row has, and rows of trees repeat turns that were sampled once.
+    # Continuations cost turns that no row has, and rows of trees repeat turns that were sampled
+    # once.
     further = last.get("data/continued_turns", 0.0) - last.get("data/replayed_turns", 0.0)
     shown = {
         "iterations": f"{len(history):,}" if history else "",
@@ -82,7 +86,8 @@ def costs(files: RunFiles) -> Rows:
 
 
 def warnings(history: Sequence[Mapping[str, float]], *, teacher: bool = False) -> Rows:
-    """Iteration and text of the health warnings that the run's metrics give rise to; ``teacher``: the KL is to one."""
+    """Iteration and text of the health warnings that the run's metrics give rise to; ``teacher``:
+    the KL is to one."""
     rules = HealthRules(teacher=teacher)
     known = [(number, metrics) for number, metrics in enumerate(history, 1) if "rollout/success" in metrics]
     return [(str(number), problem) for number, metrics in known for problem in rules.problems(metrics)]

@@ -1,4 +1,5 @@
-"""A run: settings become a trainer with a folder, checkpoints, trackers and recorded episodes (:func:`build_run`)."""
+"""A run: settings become a trainer with a folder, checkpoints, trackers and recorded episodes
+(:func:`build_run`)."""
 
 from torchrl_llm.runs.build import make_objective
 from torchrl_llm.runs.checkpoint import CheckpointStore

@@ -55,7 +55,8 @@ _MODEL = ("dtype", "attn_implementation", "trust_remote_code", "quantization")
 """Settings of the model wherever it is loaded by transformers: here and on workers."""
 
 _SAMPLER = ("seed", "compile_decode")
-"""Settings of :class:`~torchrl_llm.modules.HFPolicy` where it samples for a run: here and on workers."""
+"""Settings of :class:`~torchrl_llm.modules.HFPolicy` where it samples for a run: here and on
+workers."""
 
 _ENVIRONMENT = (
     *("max_turns", "max_model_len", "max_output_tokens", "overflow", *FORMATTER),
@@ -65,7 +66,8 @@ _ENVIRONMENT = (
 
 
 def _given(config: RunConfig, *names: str, **renamed: str) -> dict[str, Any]:
-    """The settings that are not ``None``, as keyword arguments of a part, whose own defaults hold for the rest.
+    """The settings that are not ``None``, as keyword arguments of a part, whose own defaults hold
+    for the rest.
 
     Args:
         names: settings that the part calls by the same name.
@@ -102,7 +104,8 @@ def make_offload(config: RunConfig, models: ActorCritic) -> Callable[[], Abstrac
 
 
 def make_sampling(config: RunConfig, formatter: ChatFormatter) -> SamplingConfig:
-    """The sampling settings, with the ids that end a response: those given, or :func:`torchrl_llm.stops.response_end_ids`."""
+    """The sampling settings, with the ids that end a response: those given, or
+    :func:`torchrl_llm.stops.response_end_ids`."""
     if config.stop_ids is not None:
         return config.sampling()
     path = model_path(config)
@@ -126,10 +129,12 @@ def make_lora(config: RunConfig) -> LoraConfig | None:
 
 
 def has_own_reference(config: RunConfig, start: Path | None = None) -> bool:
-    """Whether the reference is an adapter: with LoRA the frozen base model serves, unless the reference is to change.
+    """Whether the reference is an adapter: with LoRA the frozen base model serves, unless the
+    reference is to change.
 
     Args:
-        start: the checkpoint that the run continues, whose reference may be one; ``None``: it starts.
+        start: the checkpoint that the run continues, whose reference may be one; ``None``: it
+            starts.
     """
     changed = start is not None and holds_adapter(start / "reference")
     return bool(config.lora_r and (config.init_reference or config.refresh_reference or changed))
@@ -138,7 +143,8 @@ def has_own_reference(config: RunConfig, start: Path | None = None) -> bool:
 def load_models(
     config: RunConfig, tokenizer: Any, sampling: SamplingConfig, *, device: Any, start: Path | None = None
 ) -> ActorCritic:
-    """Actor, critic and reference of ``config`` on one base model; of a run that continues the checkpoint ``start``, if any."""
+    """Actor, critic and reference of ``config`` on one base model; of a run that continues the
+    checkpoint ``start``, if any."""
     reference: Any = config.has_reference and config.teacher is None
     if reference and has_own_reference(config, start):
         reference = "adapter"
@@ -169,10 +175,12 @@ def make_policy(
 ) -> tuple[TurnPolicy, EngineWeightSync | RayWeightSync | None]:
     """The policy of this process, and the weight sync of engines that hold weights of their own.
 
-    With ``collector="ray"`` those are the workers', and the policy here samples in evaluations only.
+    With ``collector="ray"`` those are the workers', and the policy here samples in evaluations
+    only.
 
     Args:
-        engine: of this process (:func:`~torchrl_llm.runs.engines.start_engine`), if there is one: it is the policy.
+        engine: of this process (:func:`~torchrl_llm.runs.engines.start_engine`), if there is one:
+            it is the policy.
     """
     if engine is not None:
         # Level 1: level 2 drops the base weights, which a sync of the adapter does not bring back.
@@ -190,7 +198,8 @@ def make_policy(
 def worker_options(
     config: RunConfig, make_env: Callable[[], GEMEnv], tokenizer: Any, sync: RayWeightSync
 ) -> dict[str, Any]:
-    """What :class:`~torchrl_llm.collectors.RayTurnCollector` needs for its workers, which ``sync`` sends the weights to."""
+    """What :class:`~torchrl_llm.collectors.RayTurnCollector` needs for its workers, which ``sync``
+    sends the weights to."""
     resources = {"num_cpus": 1.0, "num_gpus": 0} | _given(
         config, num_cpus="ray_worker_cpus", num_gpus="ray_worker_gpus"
     )
@@ -224,7 +233,8 @@ def _worker_policy(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, 
         device="cuda" if config.ray_worker_gpus else "cpu",
         **_given(config, *_MODEL),
     )
-    # One seed for all: noise goes by episode and turn too, so it does not matter which worker samples.
+    # One seed for all: noise goes by episode and turn too, so it does not matter which worker
+    # samples.
     return HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, **_given(config, *_SAMPLER))
 
 
@@ -236,7 +246,8 @@ def make_collector(
     distributed: Distributed,
     **workers: Any,
 ) -> EpisodeCollector:
-    """The collector, which fills the replay buffer with this rank's share of ``config.batch_size`` episodes an iteration.
+    """The collector, which fills the replay buffer with this rank's share of ``config.batch_size``
+    episodes an iteration.
 
     Args:
         workers: :func:`worker_options`, with ``collector="ray"``.
@@ -279,12 +290,14 @@ def _continuations(config: RunConfig) -> dict[str, Any]:
 
 
 def make_objective(config: RunConfig, models: ActorCritic) -> TurnPolicyLoss:
-    """The loss of ``config.algo`` with its value estimator; fields that are None keep the class's default."""
+    """The loss of ``config.algo`` with its value estimator; fields that are None keep the class's
+    default."""
     return config.make_loss(models.actor, models.critic, models.joint)
 
 
 def make_optimizer(config: RunConfig, models: ActorCritic) -> torch.optim.Optimizer:
-    """AdamW with one parameter group for the actor and, if there is one, a second for the critic."""
+    """AdamW with one parameter group for the actor and, if there is one, a second for the
+    critic."""
     groups: list[dict[str, Any]] = [{"params": list(models.actor_parameters()), "lr": config.lr_actor}]
     if models.critic is not None:
         lr = config.lr_actor if config.lr_critic is None else config.lr_critic
@@ -298,13 +311,15 @@ def adamw_options(config: RunConfig) -> dict[str, Any]:
 
 
 def make_replay_buffer(config: RunConfig) -> ReplayBuffer:
-    """A buffer of one batch of rows. Batches differ in their longest row, hence no storage of fixed shape."""
+    """A buffer of one batch of rows. Batches differ in their longest row, hence no storage of fixed
+    shape."""
     storage = LazyStackStorage(config.batch_size)
     return ReplayBuffer(storage=storage, transform=TurnsToSequence(), batch_size=config.batch_size)
 
 
 def with_num_envs(config: RunConfig, saved: Mapping[str, Any] | None, distributed: Distributed) -> RunConfig:
-    """The settings with a number of ``num_envs``: the given one, that of the checkpoint ``saved``, or the default."""
+    """The settings with a number of ``num_envs``: the given one, that of the checkpoint ``saved``,
+    or the default."""
     if config.num_envs is not None:
         return config
     known = None if saved is None or "num_envs" in config.accept_changes else saved.get("num_envs")
@@ -314,7 +329,8 @@ def with_num_envs(config: RunConfig, saved: Mapping[str, Any] | None, distribute
 def make_environment(
     config: RunConfig, tokenizer: Any, make: Callable[..., GEMEnv], *, stream: Stream, group_size: int = 1, **shard: int
 ) -> GEMEnv:
-    """An environment of the run, made by ``make`` from the keyword arguments of :class:`~torchrl_llm.envs.GEMEnv`.
+    """An environment of the run, made by ``make`` from the keyword arguments of
+    :class:`~torchrl_llm.envs.GEMEnv`.
 
     Args:
         shard: ``worker`` and ``num_workers``, where several processes share the tasks.
@@ -328,7 +344,8 @@ def make_environment(
 
 
 def check_environment(config: RunConfig, env: Any, make_env: Any) -> None:
-    """Raise a ``ConfigError`` if :func:`build_run` gets an environment in two ways, or options that are of no use to it."""
+    """Raise a ``ConfigError`` if :func:`build_run` gets an environment in two ways, or options that
+    are of no use to it."""
     if env is not None and make_env is not None:
         raise ConfigError("Both env and make_env are given: the second decides on the environment, so leave env out.")
     if config.env_options and (env is not None or make_env is not None):
@@ -339,7 +356,8 @@ def check_environment(config: RunConfig, env: Any, make_env: Any) -> None:
 
 
 def stock_env(config: RunConfig, env: Any = None) -> Callable[..., GEMEnv]:
-    """Makes the environments of ``config.env_name``, or of the factory ``env``, from the keyword arguments of ``GEMEnv``."""
+    """Makes the environments of ``config.env_name``, or of the factory ``env``, from the keyword
+    arguments of ``GEMEnv``."""
     names = [config.env_name] if isinstance(config.env_name, str) else config.env_name
     # Ids are resolved here: workers on Ray may not have registered the family.
     sources = env or [_with_options(resolve_env(name), config.env_options) for name in names]

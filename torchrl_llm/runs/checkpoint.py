@@ -1,6 +1,8 @@
-"""Checkpoints of a run: weights that PEFT and transformers load, and all else that an exact resume needs.
+"""Checkpoints of a run: weights that PEFT and transformers load, and all else that an exact resume
+needs.
 
-A checkpoint is a folder, written beside its place and then renamed, so that it is there whole or not at all::
+A checkpoint is a folder, written beside its place and then renamed, so that it is there whole or
+not at all::
 
     checkpoint-000000000040/
         actor/  critic/  reference/    weights, in the formats of PEFT or transformers (safetensors)
@@ -10,7 +12,8 @@ A checkpoint is a folder, written beside its place and then renamed, so that it 
         manifest.json                  versions, settings, git revision, metrics
         sums.json                      the SHA-256 of every other file
 
-Nothing in it is a pickle, and none is read. ``sums.json`` is written last; all files are checked against it before any is read.
+Nothing in it is a pickle, and none is read. ``sums.json`` is written last; all files are checked
+against it before any is read.
 """
 
 from __future__ import annotations
@@ -41,13 +44,15 @@ NOT_EVALUATED = -1.0
 """The success rate, in a manifest, of an iteration without an evaluation."""
 
 _OPTIONAL = {"scaler", "loss_state"}
-"""Names of components that only some runs have: those in float16, and those whose loss or estimator keeps something."""
+"""Names of components that only some runs have: those in float16, and those whose loss or estimator
+keeps something."""
 
 _OWN = {"optimizer", "collector", "rng", "trainer"} | _OPTIONAL
 """Names of the components of runs."""
 
 LINKS = ("last", "best")
-"""The links to checkpoints beside them. A copy of a run that follows links has folders of these names."""
+"""The links to checkpoints beside them. A copy of a run that follows links has folders of these
+names."""
 
 
 class _Rotation(CheckpointRotation):
@@ -69,13 +74,16 @@ class CheckpointStore:
         directory: where they are; made on the first save.
         models: the weights; ``None``: nothing is saved or resumed.
         tokenizer: saved with them; ``None``: none.
-        config: the run's settings as JSON-compatible values, written to the manifest and compared on resume.
+        config: the run's settings as JSON-compatible values, written to the manifest and compared
+            on resume.
         keep_last: how many of the newest are kept, >= 1. Two, so that there is one to go back to.
         on_save: called after each :meth:`save` but an early one, where the files are written.
-        python_parts: names (``identity.names_of_parts``) of what the run was given as
-            objects, compared on resume. With ``env`` or ``make_env`` the settings' ``env_name`` is only a label.
-        components: further parts of the run, by name, saved and loaded by their ``state_dict`` and ``load_state_dict``
-            (tensors, numbers, text; on several processes the state of the first one).
+        python_parts: names (``identity.names_of_parts``) of what the run was given as objects,
+            compared on resume. With ``env`` or ``make_env`` the settings' ``env_name`` is only a
+            label.
+        components: further parts of the run, by name, saved and loaded by their ``state_dict`` and
+            ``load_state_dict`` (tensors, numbers, text; on several processes the state of the first
+            one).
 
     Raises:
         ValueError: a component has the name of one of the run's own.
@@ -118,7 +126,8 @@ class CheckpointStore:
         return next(reversed(self.checkpoints()), None)
 
     def checkpoints(self) -> list[Path]:
-        """All checkpoints, the oldest first. A folder ``last`` or ``best`` counts if no other has the checkpoint of its iteration.
+        """All checkpoints, the oldest first. A folder ``last`` or ``best`` counts if no other has
+        the checkpoint of its iteration.
 
         Raises:
             CheckpointError: a folder ``last`` or ``best`` is no copy of a checkpoint.
@@ -130,10 +139,12 @@ class CheckpointStore:
         return [found[place] for place in sorted(found)]
 
     def own_place(self, path: Path) -> Path:
-        """The right place of the checkpoint in ``path``: ``path``, or, for a folder ``last`` or ``best``, that of its iteration.
+        """The right place of the checkpoint in ``path``: ``path``, or, for a folder ``last`` or
+        ``best``, that of its iteration.
 
         Raises:
-            CheckpointError: such a folder is no checkpoint, holds other files too, or is another than the one in its place.
+            CheckpointError: such a folder is no checkpoint, holds other files too, or is another
+                than the one in its place.
         """
         if path not in self._copies():
             return path
@@ -158,18 +169,22 @@ class CheckpointStore:
         return self.rotation.best()
 
     def save(self, trainer: TrainerBase, metrics: Mapping[str, float], *, early: bool = False) -> Path:
-        """Save the run at the end of an iteration, and delete what is neither among the newest nor the best.
+        """Save the run at the end of an iteration, and delete what is neither among the newest nor
+        the best.
 
         Args:
             trainer: between two iterations, where no episode is in flight.
             metrics: of the iteration.
-            early: a signal or an error ends the run: ``on_save``, which may delete what the run replaces, is not called.
+            early: a signal or an error ends the run: ``on_save``, which may delete what the run
+                replaces, is not called.
 
         Returns:
-            The new checkpoint's folder. ``last`` and ``best`` beside it are links. Of several ranks the first one writes.
+            The new checkpoint's folder. ``last`` and ``best`` beside it are links. Of several ranks
+            the first one writes.
 
         Raises:
-            NonFiniteWeightsError: weights or optimizer are NaN or infinite; nothing is written or deleted.
+            NonFiniteWeightsError: weights or optimizer are NaN or infinite; nothing is written or
+                deleted.
             CheckpointError: the files could not be written.
         """
         place = self.directory / f"checkpoint-{trainer.iteration:012d}"
@@ -180,7 +195,8 @@ class CheckpointStore:
     def _save(self, place: Path, write: Callable[[Path], None], *, early: bool) -> None:
         try:
             files.publish(place, write)
-        except Exception as error:  # of Python, of safetensors or of tokenizers; all of them end the run
+        # of Python, of safetensors or of tokenizers; all of them end the run
+        except Exception as error:
             last = self.latest()
             rest = f"{last} is whole: resume=true continues it." if last else "There is no earlier one."
             raise CheckpointError(f"{place} could not be saved ({type(error).__name__}: {error}). {rest}") from error
@@ -191,12 +207,15 @@ class CheckpointStore:
             self.on_save()
 
     def link(self) -> None:
-        """Let ``last`` and ``best`` point to the newest and the best checkpoint; a link that has none is removed.
+        """Let ``last`` and ``best`` point to the newest and the best checkpoint; a link that has
+        none is removed.
 
-        A folder in place of a link is moved to the place of its checkpoint, and deleted only where that is whole already.
+        A folder in place of a link is moved to the place of its checkpoint, and deleted only where
+        that is whole already.
 
         Raises:
-            CheckpointError: the folder is no copy of a checkpoint, or the checkpoint that it is a copy of is damaged.
+            CheckpointError: the folder is no copy of a checkpoint, or the checkpoint that it is a
+                copy of is damaged.
         """
         for copy in self._copies():
             self._put_in_place(copy)
@@ -209,7 +228,8 @@ class CheckpointStore:
     def save_to(
         self, path: str | Path, trainer: TrainerBase, *, lora_only: bool = True, save_optimizer: bool = True
     ) -> Path:
-        """Save to a folder of the caller's choice; see :meth:`torchrl_llm.runs.Run.save_checkpoint`."""
+        """Save to a folder of the caller's choice; see
+        :meth:`torchrl_llm.runs.Run.save_checkpoint`."""
         path = Path(path)
         merged = not lora_only and self.models.adapter is not None
         if merged and trainer.distributed.sharded:
@@ -231,7 +251,8 @@ class CheckpointStore:
         components: Collection[str] | None = None,
         merged: bool = False,
     ) -> Iterator[Callable[[Path], None]]:
-        """Gather states and weights of all ranks; inside, the function that is yielded writes them to a new folder on the first rank.
+        """Gather states and weights of all ranks; inside, the function that is yielded writes them
+        to a new folder on the first rank.
 
         Args:
             trainer: between two iterations.
@@ -241,7 +262,8 @@ class CheckpointStore:
         """
         check_finite(trainer)
         shared = _shared(trainer)
-        # On all ranks, before the first one writes alone: a collective within its save would wait for ever.
+        # On all ranks, before the first one writes alone: a collective within its save would wait
+        # for ever.
         for part in shared.values():
             part.gather()
         metadata = {
@@ -275,14 +297,15 @@ class CheckpointStore:
         Args:
             trainer: a new one, with the parts that were saved.
             path: the checkpoint's folder.
-            manifest: what :meth:`verify` returned for it; ``None``: the first rank verifies it here.
+            manifest: what :meth:`verify` returned for it; ``None``: the first rank verifies it
+                here.
 
         Returns:
             The manifest.
 
         Raises:
-            CheckpointError: the checkpoint is damaged; the message names the file, and a whole one if there is one. Or its
-                manifest is not that of the rest.
+            CheckpointError: the checkpoint is damaged; the message names the file, and a whole one
+                if there is one. Or its manifest is not that of the rest.
         """
         if manifest is None:
             # On one rank: the sums take a pass over all files, which all ranks share.
@@ -292,7 +315,8 @@ class CheckpointStore:
                 self.models.load_pretrained(path)
             except Exception as error:
                 raise CheckpointError(f"The weights of {path} cannot be loaded: {error}") from error
-            # After the weights: reading those may draw random numbers, and the generators must be as they were saved.
+            # After the weights: reading those may draw random numbers, and the generators must be
+            # as they were saved.
             _load_states(trainer, self.components, path, manifest["components"])
         said = {name: manifest["metadata"][name] for name in ("iteration", "steps")}
         found = {"iteration": trainer.iteration, "steps": trainer.steps}
@@ -316,7 +340,8 @@ class CheckpointStore:
         for old in list(self.directory.glob(".checkpoint-*.old-*")):
             if name := files.NAME.search(old.name):
                 files.recover(self.directory / name[0])
-        # Stages are of saves; TorchRL's rotation renames a checkpoint to .delete- before it deletes it.
+        # Stages are of saves; TorchRL's rotation renames a checkpoint to .delete- before it deletes
+        # it.
         for pattern in (".checkpoint-*.stage-*", ".checkpoint-*.delete-*", ".last.link", ".best.link"):
             for leftover in self.directory.glob(pattern):
                 shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
@@ -339,7 +364,8 @@ class CheckpointStore:
             raise CheckpointError(
                 f"{error} {copy} is a copy of it, and may be whole: move {place} elsewhere, and the copy takes its place."
             ) from error
-        # Renamed first: after a crash in the middle of the deletion, clean() deletes what has this name.
+        # Renamed first: after a crash in the middle of the deletion, clean() deletes what has this
+        # name.
         shutil.rmtree(copy.replace(self.directory / f".{place.name}.delete-{uuid.uuid4().hex}"))
 
     def _link(self, name: str, target: Path | None) -> None:
@@ -348,8 +374,8 @@ class CheckpointStore:
                 (self.directory / name).unlink()
             return
         link = self.directory / f".{name}.link"
-        # Made beside its place and renamed, so that there is a link at every moment. Its target is relative, as the
-        # folder may be moved.
+        # Made beside its place and renamed, so that there is a link at every moment. Its target is
+        # relative, as the folder may be moved.
         link.unlink(missing_ok=True)
         link.symlink_to(target.name, target_is_directory=True)
         link.replace(self.directory / name)

@@ -1,4 +1,5 @@
-"""The files of a checkpoint: their sums, what may be among them, and how a folder is put in place of another."""
+"""The files of a checkpoint: their sums, what may be among them, and how a folder is put in place
+of another."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _METADATA = {SUCCESS, "iteration", "steps", "config", "environment"}
 
 
 def verify(path: str | Path) -> dict[str, Any]:
-    """Check that a checkpoint holds exactly what was saved: every file against its sum, and no file besides.
+    """Check that a checkpoint holds exactly what was saved: every file against its sum, and no file
+    besides.
 
     Args:
         path: the checkpoint's folder, or a link to it.
@@ -36,7 +38,8 @@ def verify(path: str | Path) -> dict[str, Any]:
         Its manifest.
 
     Raises:
-        CheckpointError: a file is missing, cut short or changed, was not saved, or is a link or a pickle; the message names it.
+        CheckpointError: a file is missing, cut short or changed, was not saved, or is a link or a
+            pickle; the message names it.
     """
     path = Path(path)
     try:
@@ -75,7 +78,8 @@ def _files(path: Path) -> list[str]:
 
 
 def foreign_files(path: Path) -> list[str]:
-    """The files in a checkpoint's folder that were not saved with it; of a folder that is no checkpoint, all files."""
+    """The files in a checkpoint's folder that were not saved with it; of a folder that is no
+    checkpoint, all files."""
     try:
         saved = {_SUMS, *_read_sums(path)}
     except (OSError, ValueError):
@@ -84,7 +88,8 @@ def foreign_files(path: Path) -> list[str]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` is a folder that holds a checkpoint, whole or damaged, and nothing that was not saved with it."""
+    """Whether ``path`` is a folder that holds a checkpoint, whole or damaged, and nothing that was
+    not saved with it."""
     return path.is_dir() and not path.is_symlink() and (path / _SUMS).is_file() and not foreign_files(path)
 
 
@@ -137,7 +142,8 @@ def _sha256(path: Path) -> str:
 
 
 def publish(place: Path, write: Callable[[Path], None]) -> None:
-    """Write a checkpoint beside its place, its sums last, and move it there: after a crash it is whole or not there.
+    """Write a checkpoint beside its place, its sums last, and move it there: after a crash it is
+    whole or not there.
 
     Args:
         place: the checkpoint's folder; a checkpoint that is there is replaced.
@@ -149,11 +155,13 @@ def publish(place: Path, write: Callable[[Path], None]) -> None:
     check_replaceable(place)
     stage = place.parent / f".{place.name}.stage-{uuid.uuid4().hex}"
     try:
-        # Within a folder of its own, which also takes what TorchRL's save leaves beside its target after a crash.
+        # Within a folder of its own, which also takes what TorchRL's save leaves beside its target
+        # after a crash.
         write(stage / place.name)
         write_sums(stage / place.name)
         old = place.parent / f".{place.name}.old-{uuid.uuid4().hex}"
-        # A folder cannot be renamed over one with files: it takes two steps, and recover() after a crash between them.
+        # A folder cannot be renamed over one with files: it takes two steps, and recover() after a
+        # crash between them.
         if place.exists():
             place.replace(old)
         (stage / place.name).replace(place)
@@ -176,6 +184,7 @@ def check_replaceable(place: Path) -> None:
 
 
 def recover(place: Path) -> None:
-    """Put the old checkpoint back after a crash between the two steps of a replacement, or delete it."""
+    """Put the old checkpoint back after a crash between the two steps of a replacement, or delete
+    it."""
     for old in place.parent.glob(f".{place.name}.old-*"):
         shutil.rmtree(old) if place.exists() else old.replace(place)

@@ -1,7 +1,9 @@
-"""All settings of a run under flat names: :class:`RunConfig`, and which settings contradict each other.
+"""All settings of a run under flat names: :class:`RunConfig`, and which settings contradict each
+other.
 
-A YAML file and the command line of ``examples/multiturn.py`` have exactly the names of its fields, which
-:mod:`torchrl_llm.runs.settings` declares. Contradictions are errors at construction. Nothing here loads a model.
+A YAML file and the command line of ``examples/multiturn.py`` have exactly the names of its fields,
+which :mod:`torchrl_llm.runs.settings` declares. Contradictions are errors at construction. Nothing
+here loads a model.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ SamplingSettings: Any = options_class(
 
 
 def shown_default(name: str, algo: Algorithm | None = None) -> str:
-    """The default of a setting as text; for an option of the losses, the default of each loss, or of that of ``algo`` alone.
+    """The default of a setting as text; for an option of the losses, the default of each loss, or
+    of that of ``algo`` alone.
 
     Examples:
         >>> shown_default("epochs"), shown_default("clip_epsilon"), shown_default("kl_in")
@@ -50,7 +53,8 @@ def shown_default(name: str, algo: Algorithm | None = None) -> str:
         if name in loss_settings(each) and algo in (None, each):
             default = options_of(loss)[name].default
             if default is None and name in options_of(loss.default_value_estimator):
-                default = getattr(loss.default_value_estimator(), name)  # which decides it when it is made
+                # which decides it when it is made
+                default = getattr(loss.default_value_estimator(), name)
             algorithms.setdefault(str(default), []).append(each)
     if len(algorithms) == 1:
         return next(iter(algorithms))
@@ -58,13 +62,16 @@ def shown_default(name: str, algo: Algorithm | None = None) -> str:
 
 
 _FOR_THIS_START = ("resume", "resume_from", "accept_changes", "overwrite")
-"""Settings about the start of a run. They are not saved, because a saved file is read by a later start."""
+"""Settings about the start of a run. They are not saved, because a saved file is read by a later
+start."""
 
 _MOST_SLOTS = 256
-"""Environments of a process by default where vLLM samples, as in other systems: its step takes about as long for 256 as for 16."""
+"""Environments of a process by default where vLLM samples, as in other systems: its step takes
+about as long for 256 as for 16."""
 
 PYTHON_PARTS = ("env", "make_env", "make_loss")
-"""Arguments of ``build_run`` that a run depends on as on its settings; ``accept_changes`` may name them too."""
+"""Arguments of ``build_run`` that a run depends on as on its settings; ``accept_changes`` may name
+them too."""
 
 HOW_TO_RUN = (*names_of(settings.OutputConfig), *names_of(settings.RayConfig))
 """Settings that change no number of a run: a resumed run may differ in them."""
@@ -72,7 +79,8 @@ HOW_TO_RUN = (*names_of(settings.OutputConfig), *names_of(settings.RayConfig))
 
 def _kept_by_json(value: Any) -> bool:
     try:
-        return repr(json.loads(json.dumps(value))) == repr(value)  # a tuple equals no list here, nor a number its text
+        # a tuple equals no list here, nor a number its text
+        return repr(json.loads(json.dumps(value))) == repr(value)
     except (TypeError, ValueError):
         return False
 
@@ -113,7 +121,8 @@ class RunConfig(
     settings.WeightsConfig,
     TrainerConfig,
 ):
-    """A whole run: model, environment, sampling, algorithm and loop, for :func:`~torchrl_llm.runs.build_run`.
+    """A whole run: model, environment, sampling, algorithm and loop, for
+    :func:`~torchrl_llm.runs.build_run`.
 
     It has the fields of its bases, from the last to the first.
     """
@@ -135,7 +144,8 @@ class RunConfig(
         self.init_from = None if self.init_from is None else Path(self.init_from).expanduser()
         self.chat_template = None if self.chat_template is None else _template_text(self.chat_template)
         for name in ("clip_epsilon", "sampler_bounds", "stop_ids"):
-            # YAML has lists only, and settings that were saved must equal those that are read again.
+            # YAML has lists only, and settings that were saved must equal those that are read
+            # again.
             if isinstance(value := getattr(self, name), list):
                 setattr(self, name, tuple(value))
         if self.resume_from is not None:
@@ -254,7 +264,8 @@ class RunConfig(
             )
         if self.quantization is not None and not self.lora_r:
             yield f"quantization={self.quantization!r} is for LoRA: lora_r=0 would train the weights that it rounds."
-        # PEFT reads a string as a regular expression of whole module paths, which a bare name never matches.
+        # PEFT reads a string as a regular expression of whole module paths, which a bare name never
+        # matches.
         if isinstance(self.lora_targets, str) and self.lora_targets.isidentifier():
             yield (
                 f"lora_targets is {self.lora_targets!r}; expected a list of names, [{self.lora_targets}], a regular expression "
@@ -280,7 +291,8 @@ class RunConfig(
         return chosen is not None and chosen.corrects_sampler
 
     def _check_loss(self) -> None:
-        """Raise what the loss and its estimator say of their options, before models are loaded for them."""
+        """Raise what the loss and its estimator say of their options, before models are loaded for
+        them."""
         # What "auto" means, and whether the settings fit that, is known when the run is built.
         known: dict[str, Any] = {"granularity": "turn"} if self.granularity == "auto" else {}
         checked = replace(self, **known) if known else self
@@ -300,11 +312,13 @@ class RunConfig(
         critic: TensorDictModuleBase | None = None,
         joint: TensorDictModuleBase | None = None,
     ) -> objectives.TurnPolicyLoss:
-        """The algorithm's loss with its value estimator; settings that are ``None`` keep the class's default.
+        """The algorithm's loss with its value estimator; settings that are ``None`` keep the
+        class's default.
 
         Args:
             actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
-            critic, joint: LLMPPO's, see :class:`~torchrl_llm.objectives.LLMPPOLoss`; the other algorithms leave them out.
+            critic, joint: LLMPPO's, see :class:`~torchrl_llm.objectives.LLMPPOLoss`; the other
+                algorithms leave them out.
         """
         options = self.loss_options()
         if self.algo == "LLMPPO":
@@ -313,17 +327,19 @@ class RunConfig(
         return loss if self.estimator is None else loss.make_value_estimator(self.value_estimator())
 
     def loss_options(self, loss_class: type[objectives.TurnPolicyLoss] | None = None) -> dict[str, Any]:
-        """The keyword arguments of the algorithm's loss; fields that are ``None`` are left to its class.
+        """The keyword arguments of the algorithm's loss; fields that are ``None`` are left to its
+        class.
 
         Args:
             loss_class: what they are for, if not the stock loss: a subclass of it.
 
         Returns:
-            Names and values, with which ``loss_class(models.actor, **options)`` is made (LLMPPO: ``models.critic`` follows
-            the actor).
+            Names and values, with which ``loss_class(models.actor, **options)`` is made (LLMPPO:
+            ``models.critic`` follows the actor).
 
         Raises:
-            ConfigError: ``loss_class`` is the loss of another algorithm, whose settings these are not.
+            ConfigError: ``loss_class`` is the loss of another algorithm, whose settings these are
+                not.
 
         Examples:
             >>> RunConfig(algo="GRPO", group_size=4, kl_coeff=0.0).loss_options()
@@ -352,7 +368,8 @@ class RunConfig(
         """The class that :attr:`estimator` names; ``None``: the algorithm's own.
 
         Raises:
-            ConfigError: there is no such class, or it is no :class:`~torchrl_llm.objectives.TurnEstimator`.
+            ConfigError: there is no such class, or it is no
+                :class:`~torchrl_llm.objectives.TurnEstimator`.
         """
         if self.estimator is None:
             return None
@@ -370,11 +387,13 @@ class RunConfig(
 
     @property
     def slots(self) -> int:
-        """``num_envs``, or, where none is given and none was chosen, that of a run of one process."""
+        """``num_envs``, or, where none is given and none was chosen, that of a run of one
+        process."""
         return self.num_envs or self.default_num_envs()
 
     def default_num_envs(self, processes: int = 1) -> int:
-        """The environments of each training process (of its workers on Ray, of each) where ``num_envs`` is not given.
+        """The environments of each training process (of its workers on Ray, of each) where
+        ``num_envs`` is not given.
 
         Args:
             processes: training processes.
@@ -419,7 +438,8 @@ class RunConfig(
     def save(self, path: str | Path) -> None:
         """Write the settings to a YAML file that :meth:`from_yaml` and ``--config`` read.
 
-        Those about the start of a run (``resume``, ``overwrite``) are left out: a later start reads the file.
+        Those about the start of a run (``resume``, ``overwrite``) are left out: a later start reads
+        the file.
 
         Args:
             path: the file; an older one is replaced atomically.

@@ -1,4 +1,5 @@
-"""What supervised fine-tuning imitates: :func:`find_demonstrations` says what a setting means, :func:`read_demonstrations` reads files."""
+"""What supervised fine-tuning imitates: :func:`find_demonstrations` says what a setting means,
+:func:`read_demonstrations` reads files."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def check_demonstrations(config: RunConfig) -> None:
     """Raise what is wrong with the setting ``demonstrations``, before models are loaded for it.
 
     Raises:
-        ConfigError: it names nothing that is there, or other settings ask for episodes that are played, and it names given ones.
+        ConfigError: it names nothing that is there, or other settings ask for episodes that are
+            played, and it names given ones.
     """
     if config.demonstrations is None or not isinstance(find_demonstrations(config.demonstrations), Path):
         return
@@ -83,8 +85,8 @@ def check_player(player: Player, config: RunConfig, env: GEMEnv) -> None:
     """Raise if a player does not know the game, which it is asked to begin.
 
     Raises:
-        ConfigError: the player refuses the first prompt, or its answer is longer than ``max_output_tokens`` or ends before
-            ``min_output_tokens``.
+        ConfigError: the player refuses the first prompt, or its answer is longer than
+            ``max_output_tokens`` or ends before ``min_output_tokens``.
     """
     prompt = str(env.formatter.tokenizer.decode(env.open(0, 0).ids))
     try:
@@ -116,15 +118,17 @@ def read_demonstrations(
     """The episodes of a file of messages, of a recording, or of the recordings of a run's training.
 
     Args:
-        path: ``.jsonl``, ``.json`` or ``.parquet`` (:func:`~torchrl_llm.data.read_transcripts`), ``.safetensors``, or the folder
-            of a run. Its evaluations are left out: they are what a run is measured by.
+        path: ``.jsonl``, ``.json`` or ``.parquet`` (:func:`~torchrl_llm.data.read_transcripts`),
+            ``.safetensors``, or the folder of a run. Its evaluations are left out: they are what a
+            run is measured by.
         env: its formatter renders messages, and its tokenizer is that of recordings.
         max_model_len: longest row in tokens.
         sampling: the policy's; default ``SamplingConfig()``, which holds no end of a turn back.
 
     Raises:
-        ConfigError: there are none, they were recorded with another tokenizer, one is longer, or an answer has more tokens than
-            ``env.max_output_tokens``, or none, or ends before ``sampling.min_output_tokens``.
+        ConfigError: there are none, they were recorded with another tokenizer, one is longer, or an
+            answer has more tokens than ``env.max_output_tokens``, or none, or ends before
+            ``sampling.min_output_tokens``.
     """
     try:
         episodes = _read(path, env)

@@ -22,8 +22,8 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     """accelerate with the precision of ``config``, on its device.
 
     Raises:
-        ConfigError: accelerate chose another device than ``config.device``; or its device has no such precision; or an earlier run
-            of this process had another one.
+        ConfigError: accelerate chose another device than ``config.device``; or its device has no
+            such precision; or an earlier run of this process had another one.
     """
     device = choose_device(config)
     precision = mixed_precision(config, device)
@@ -35,7 +35,8 @@ def make_accelerator(config: RunConfig) -> Accelerator:
             f"{given}={getattr(config, given)!r} asks for mixed precision in float16, which accelerate does not have on a CPU: set "
             'mixed_precision to "bf16" or "no".'
         )
-    # accelerate keeps the precision of a process's first Accelerator, and refuses another one with a sentence of its own.
+    # accelerate keeps the precision of a process's first Accelerator, and refuses another one with
+    # a sentence of its own.
     if is_initialized() and AcceleratorState().mixed_precision != precision:
         raise ConfigError(
             f"The run computes with mixed_precision={precision!r} (dtype={config.dtype!r}), but an earlier run of this process with "
@@ -46,10 +47,12 @@ def make_accelerator(config: RunConfig) -> Accelerator:
 
 
 def choose_device(config: RunConfig) -> torch.device:
-    """The device that accelerate chooses in this process, for models that only sample too: no precision is fixed.
+    """The device that accelerate chooses in this process, for models that only sample too: no
+    precision is fixed.
 
     Raises:
-        ConfigError: it is another one than ``config.device``; or Apple's GPU (mps), which has no float64.
+        ConfigError: it is another one than ``config.device``; or Apple's GPU (mps), which has no
+            float64.
     """
     # accelerate takes no device, only the wish for the CPU.
     chosen = PartialState(cpu=config.device == "cpu").device
@@ -76,7 +79,8 @@ def choose_device(config: RunConfig) -> torch.device:
 
 
 def _check_supported(device: torch.device) -> None:
-    # Noise, sums and norms are computed in float64, and PyTorch's errors about that name no setting.
+    # Noise, sums and norms are computed in float64, and PyTorch's errors about that name no
+    # setting.
     if device.type == "mps":
         raise ConfigError(
             "The device is 'mps', Apple's GPU, which is not supported: it has no float64. Compute on the CPU (device: cpu, or --device cpu), "
@@ -85,11 +89,12 @@ def _check_supported(device: torch.device) -> None:
 
 
 def make_numerics(config: RunConfig, device: torch.device) -> Numerics:
-    """Those of a run's settings: on CUDA float32 products are of "high" precision, unless the settings say otherwise.
+    """Those of a run's settings: on CUDA float32 products are of "high" precision, unless the
+    settings say otherwise.
 
     Raises:
-        ConfigError: ``deterministic`` on CUDA without the environment variable that cuBLAS needs for it; or in a run that samples
-            during updates.
+        ConfigError: ``deterministic`` on CUDA without the environment variable that cuBLAS needs
+            for it; or in a run that samples during updates.
     """
     if config.deterministic and config.max_staleness:
         raise ConfigError(
@@ -109,9 +114,10 @@ def make_numerics(config: RunConfig, device: torch.device) -> Numerics:
 def mixed_precision(config: RunConfig, device: torch.device, checkpoint: torch.dtype | None = None) -> str:
     """The autocast of the forward passes of training, as accelerate names it.
 
-    Where all weights train, they are kept in float32 (:func:`~torchrl_llm.modules.load_actor_critic`), and ``config.dtype`` says
-    in what they compute. Adapters on a base in bfloat16 are float32. Without autocast so are all their products, and the units
-    of a GPU for bfloat16, which are many times as fast, stand idle.
+    Where all weights train, they are kept in float32
+    (:func:`~torchrl_llm.modules.load_actor_critic`), and ``config.dtype`` says in what they
+    compute. Adapters on a base in bfloat16 are float32. Without autocast so are all their products,
+    and the units of a GPU for bfloat16, which are many times as fast, stand idle.
 
     Args:
         config: the settings.

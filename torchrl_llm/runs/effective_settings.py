@@ -1,7 +1,8 @@
-"""The settings of a run that have an effect, with the values that they have: :func:`effective_settings`.
+"""The settings of a run that have an effect, with the values that they have:
+:func:`effective_settings`.
 
-Two runs are of one setting if these are equal. They are those of the settings file, of the loss and the estimator that the run
-really has, and of what was given in Python.
+Two runs are of one setting if these are equal. They are those of the settings file, of the loss and
+the estimator that the run really has, and of what was given in Python.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torchrl_llm.utils.fingerprint import fingerprint
 from torchrl_llm.utils.options import ConfigError, Idle, options_of
 
 _NO_EFFECT = (*HOW_TO_RUN, "max_tokens")
-"""Settings that change no number of a run. ``max_tokens`` bounds memory, and where it is not given the machine decides on it."""
+"""Settings that change no number of a run. ``max_tokens`` bounds memory, and where it is not given
+the machine decides on it."""
 
 _PARTS = ("actor", "critic", "joint", "single_turn", "partial", "value_network", "value_chunk_size", "process_group")
 """Parameters of losses and estimators that are no options, or change no number."""
@@ -55,7 +57,8 @@ def effective_settings(config: RunConfig, loss: TurnPolicyLoss | None = None) ->
         values["loss"] = named(type(loss))
     if config.estimator is None and type(loss.value_estimator) is not loss.default_value_estimator:
         values["estimator"] = named(type(loss.value_estimator))
-    rules = (*RunConfig.idle, *loss.idle, *getattr(loss.value_estimator, "idle", ()))  # which may be TorchRL's own
+    # which may be TorchRL's own
+    rules = (*RunConfig.idle, *loss.idle, *getattr(loss.value_estimator, "idle", ()))
     idle = {name for rule in rules if _is_met(rule, values) for name in rule.names if _is_harmless(config, name, rule)}
     return {name: value for name, value in sorted(values.items()) if name not in idle}
 
@@ -72,7 +75,8 @@ class _Value(NamedTuple):
 
 
 def _options(loss: TurnPolicyLoss) -> dict[str, _Value]:
-    """The options of a loss and its estimator. Of what both have the estimator decides, but for the weight of the KL."""
+    """The options of a loss and its estimator. Of what both have the estimator decides, but for the
+    weight of the KL."""
     values, deciding = _own_options(loss), _own_options(loss.value_estimator)
     for name in options_of(loss.default_value_estimator).keys() - deciding.keys():
         values.pop(name, None)  # it is passed on to an estimator that the loss has no more
@@ -100,16 +104,18 @@ def _is_met(rule: Idle, values: Mapping[str, Any]) -> bool:
 
 
 def _is_harmless(config: RunConfig, name: str, rule: Idle) -> bool:
-    """Whether an idle setting is not given, or asks for what happens anyway; any other is refused, so that it is not idle."""
-    option = options_of(RunConfig).get(name)  # a rule of a loss names options that are no settings too
+    """Whether an idle setting is not given, or asks for what happens anyway; any other is refused,
+    so that it is not idle."""
+    # a rule of a loss names options that are no settings too
+    option = options_of(RunConfig).get(name)
     return option is None or getattr(config, name) in (option.default, rule.harmless.get(name, option.default))
 
 
 def changed_settings(config: RunConfig, loss: TurnPolicyLoss | None = None) -> dict[str, list[str]]:
     """The settings that are not the defaults: name -> value and default as text.
 
-    The default of an option of the loss is the one that it has beside the other settings. Options that are no settings, of a loss that was
-    given in Python, count too.
+    The default of an option of the loss is the one that it has beside the other settings. Options
+    that are no settings, of a loss that was given in Python, count too.
 
     Examples:
         >>> changed_settings(RunConfig(granularity="token", gamma=0.9))
@@ -135,7 +141,8 @@ def _default(config: RunConfig, name: str) -> Any:
 
 
 def python_settings(**parts: Any) -> dict[str, str]:
-    """What a run was given in Python, as settings: name -> names of the objects, and a fingerprint of what they hold.
+    """What a run was given in Python, as settings: name -> names of the objects, and a fingerprint
+    of what they hold.
 
     Args:
         parts: arguments of ``build_run``; ``None`` or empty: not given.
@@ -155,7 +162,8 @@ def named(part: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value of a setting as text, the same for equal values: 1 and 1.0, lists and tuples, mappings in any order.
+    """A value of a setting as text, the same for equal values: 1 and 1.0, lists and tuples,
+    mappings in any order.
 
     Examples:
         >>> as_text(1.0), as_text((0.2, 1)), as_text({"b": True, "a": None})

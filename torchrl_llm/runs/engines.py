@@ -1,4 +1,5 @@
-"""The vLLM engine of a run, in this process or on a worker: which GPUs it takes, and which share of their memory."""
+"""The vLLM engine of a run, in this process or on a worker: which GPUs it takes, and which share of
+their memory."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ _SETTINGS = (
 """Settings of vLLM's engine by its own names."""
 
 _OWN_GPU, _TRAINERS_GPU = 0.9, 0.4
-"""Shares of a GPU's memory: of an engine that has the GPU to itself, and of one beside the trainer, which needs room for weights,
-gradients, optimizer and activations."""
+"""Shares of a GPU's memory: of an engine that has the GPU to itself, and of one beside the trainer,
+which needs room for weights, gradients, optimizer and activations."""
 
 
 def start_engine(
@@ -28,8 +29,9 @@ def start_engine(
 ) -> VLLMPolicy | None:
     """The engine of this process; ``None`` where there is none.
 
-    It starts before the trainer's model is loaded: vLLM asks for its whole share at once, and measures on an empty GPU what it
-    needs itself. With ``sleep_mode`` it sleeps until the first weight sync.
+    It starts before the trainer's model is loaded: vLLM asks for its whole share at once, and
+    measures on an empty GPU what it needs itself. With ``sleep_mode`` it sleeps until the first
+    weight sync.
 
     Args:
         device: of model and training.
@@ -81,8 +83,8 @@ def make_engine(
 def engine_share(config: RunConfig, device: torch.device | None) -> float:
     """The engine's share of the memory of each of its GPUs.
 
-    A share that is given counts. Else it is 0.9, or 0.4 where the trainer is on the same GPU; a worker of Ray that asks for a part
-    of a GPU takes that part of 0.9.
+    A share that is given counts. Else it is 0.9, or 0.4 where the trainer is on the same GPU; a
+    worker of Ray that asks for a part of a GPU takes that part of 0.9.
 
     Args:
         device: of the trainer, if it is in this process; ``None`` on a worker of Ray.
@@ -102,13 +104,15 @@ def engine_share(config: RunConfig, device: torch.device | None) -> float:
 
 
 def engine_gpus(config: RunConfig, device: torch.device | None, processes: int = 1) -> list[int] | None:
-    """The GPUs of the engine, as PyTorch numbers them in this process; ``None`` leaves the choice to vLLM, which begins with 0.
+    """The GPUs of the engine, as PyTorch numbers them in this process; ``None`` leaves the choice
+    to vLLM, which begins with 0.
 
-    The first is the trainer's: each training process has its engine on its own GPU. With ``weight_sync="nccl"`` engines are on
-    the GPUs after all trainers'.
+    The first is the trainer's: each training process has its engine on its own GPU. With
+    ``weight_sync="nccl"`` engines are on the GPUs after all trainers'.
 
     Args:
-        device: of the trainer, if it is in this process; ``None`` on a worker of Ray, which shows it no other GPUs.
+        device: of the trainer, if it is in this process; ``None`` on a worker of Ray, which shows
+            it no other GPUs.
         processes: training processes, with ``"nccl"`` all on this host.
 
     Examples:

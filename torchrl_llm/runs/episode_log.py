@@ -19,9 +19,11 @@ def page_title(recording: Recording) -> str:
 
 
 def log_episodes(loggers: Iterable[Logger], recording: Recording, count: int) -> None:
-    """Write the text of some episodes to the trackers, as ``episodes/training``, ``episodes/before`` or ``episodes/after``.
+    """Write the text of some episodes to the trackers, as ``episodes/training``,
+    ``episodes/before`` or ``episodes/after``.
 
-    TensorBoard gets a page of Markdown, Weights & Biases a table, trackio a trace for each episode; other loggers nothing.
+    TensorBoard gets a page of Markdown, Weights & Biases a table, trackio a trace for each episode;
+    other loggers nothing.
 
     Args:
         loggers: of the run.

@@ -1,4 +1,5 @@
-"""The text of recorded episodes, of bounded length, for pages of Markdown and for trackers: :func:`episode_texts`."""
+"""The text of recorded episodes, of bounded length, for pages of Markdown and for trackers:
+:func:`episode_texts`."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from torchrl_llm.runs.recording import Recording
 from torchrl_llm.utils.terminal import visible
 
 MOST_CHARACTERS = 8_000
-"""Of an episode's text; of a longer one beginning and end are kept, and a note says what is left out."""
+"""Of an episode's text; of a longer one beginning and end are kept, and a note says what is left
+out."""
 
 
 class Message(NamedTuple):
-    """What one side wrote: ``"user"`` is the environment, with what the chat template adds, ``"assistant"`` the model."""
+    """What one side wrote: ``"user"`` is the environment, with what the chat template adds,
+    ``"assistant"`` the model."""
 
     role: Literal["user", "assistant"]
     text: str
@@ -86,7 +89,8 @@ def _messages(recording: Recording, row: int) -> Iterator[Message]:
 
 
 def shortened(messages: Sequence[Message], most: int) -> list[Message]:
-    """The messages, of which the middle is left out if they have more than ``most`` characters together.
+    """The messages, of which the middle is left out if they have more than ``most`` characters
+    together.
 
     Examples:
         >>> messages = [Message("user", "Guess a number."), Message("assistant", "Is it 5?"), Message("user", "Yes, you win.")]
@@ -106,7 +110,8 @@ def shortened(messages: Sequence[Message], most: int) -> list[Message]:
 
 
 def markdown(title: str, texts: Sequence[EpisodeText]) -> str:
-    """A page of episodes; what environment and model wrote stands in code blocks, where it is neither Markdown nor HTML."""
+    """A page of episodes; what environment and model wrote stands in code blocks, where it is
+    neither Markdown nor HTML."""
     parts = [f"# {title}"]
     for number, each in enumerate(texts, 1):
         parts.append(f"## Episode {number}, task {each.task}: {each.outcome}")

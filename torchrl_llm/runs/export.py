@@ -35,19 +35,22 @@ _NO_MODEL = shutil.ignore_patterns(".*", "*.bin", "*.pt", "*.pth", "*.pkl")
 
 
 def export_model(saved: SavedModel, place: str | Path, *, format: Format, **changes: Any) -> Path:
-    """Write a trained model to a folder of its own: weights, tokenizer, settings (:data:`SETTINGS`) and ``README.md``.
+    """Write a trained model to a folder of its own: weights, tokenizer, settings (:data:`SETTINGS`)
+    and ``README.md``.
 
     Args:
         saved: the model.
         place: the folder; it may be there if it is empty. It is whole or not there.
         format: ``"adapter"``, for PEFT; or ``"merged"``, one whole model for transformers and vLLM.
-        changes: settings that differ from those of the run while an adapter is merged, such as ``device``.
+        changes: settings that differ from those of the run while an adapter is merged, such as
+            ``device``.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: the folder holds something or is a link, the model has no adapter, or ``changes`` would do nothing.
+        ConfigError: the folder holds something or is a link, the model has no adapter, or
+            ``changes`` would do nothing.
         WeightsError: the files are damaged, or the adapter cannot be merged.
     """
     place = Path(place).expanduser().absolute()
@@ -59,7 +62,8 @@ def export_model(saved: SavedModel, place: str | Path, *, format: Format, **chan
         _write_model(saved, stage, format, changes)
         if saved.settings:
             write_settings_beside(saved.settings, stage)
-        if saved.settings or not (stage / "README.md").exists():  # one that came with the model may know more
+        # one that came with the model may know more
+        if saved.settings or not (stage / "README.md").exists():
             (stage / "README.md").write_text(model_card(saved, place.name, format=format), encoding="utf-8")
         stage.replace(place)
     finally:
@@ -99,7 +103,8 @@ def _left_out(folder: str, names: list[str]) -> set[str]:
 
 
 def model_card(saved: SavedModel, name: str, *, format: Format) -> str:
-    """The ``README.md`` of an exported model: what it was trained on, its results with intervals, and its settings.
+    """The ``README.md`` of an exported model: what it was trained on, its results with intervals,
+    and its settings.
 
     Args:
         saved: the model.
@@ -164,8 +169,10 @@ def _usage(base: str | None, format: Format) -> str:
 
 
 def _results(saved: SavedModel) -> Iterator[str]:
-    """The rows of the table of results: before training, in the run, and at its end, as far as they are of these weights."""
-    if not saved.metadata:  # of other files it is not known when, or by which run, they were written
+    """The rows of the table of results: before training, in the run, and at its end, as far as they
+    are of these weights."""
+    # of other files it is not known when, or by which run, they were written
+    if not saved.metadata:
         return
     run = saved.path.parent.parent
     if not (run / MARK).is_file():
@@ -198,6 +205,7 @@ def _row(what: str, *rates: float | None, share: float | None) -> str:
 
 
 def _logged(files: RunFiles, name: str, steps: int) -> float | None:
-    """A metric of the evaluation in the iteration that ended with this many turns; ``None``: there was none."""
+    """A metric of the evaluation in the iteration that ended with this many turns; ``None``: there
+    was none."""
     found = (metrics for metrics in files.history if metrics["rollout/steps"] == steps)
     return next((metrics.get(f"evaluation/{name}") for metrics in found), None)

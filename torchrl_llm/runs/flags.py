@@ -1,4 +1,5 @@
-"""Command line and YAML -> :class:`~torchrl_llm.runs.RunConfig`, read by the annotations of its fields."""
+"""Command line and YAML -> :class:`~torchrl_llm.runs.RunConfig`, read by the annotations of its
+fields."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ from torchrl_llm.utils.options import ConfigError, IdleError, describe, meanings
 
 
 def parse_run_config(argv: Sequence[str] | None = None, *, description: str | None = None) -> RunConfig:
-    """Read the settings of a run from ``--config FILE.yaml`` and flags; a later one overrides an earlier one.
+    """Read the settings of a run from ``--config FILE.yaml`` and flags; a later one overrides an
+    earlier one.
 
-    Every field of :class:`~torchrl_llm.runs.RunConfig` is a flag (``--max-steps`` and ``--max_steps`` are the same), a
-    bare flag of a boolean field means true, and values are YAML. Integers are decimal: ``010`` is 10, ``1e5`` is 100000,
-    ``1:30`` and ``0x10`` are refused. An unknown field, a wrong value and contradictory fields are errors that name the
-    flag, or the file and its line.
+    Every field of :class:`~torchrl_llm.runs.RunConfig` is a flag (``--max-steps`` and
+    ``--max_steps`` are the same), a bare flag of a boolean field means true, and values are YAML.
+    Integers are decimal: ``010`` is 10, ``1e5`` is 100000, ``1:30`` and ``0x10`` are refused. An
+    unknown field, a wrong value and contradictory fields are errors that name the flag, or the file
+    and its line.
 
     Args:
         argv: the arguments; None takes those of the process.
@@ -69,7 +72,8 @@ def add_flags(
         names: of the settings.
         others: what some of them mean here, if it is not what they mean to a run.
     """
-    # Defaults stay RunConfig's: only flags that are given may reach it, because some of its rules ask what was given.
+    # Defaults stay RunConfig's: only flags that are given may reach it, because some of its rules
+    # ask what was given.
     meaning, options = {**meanings(RunConfig), **others}, options_of(RunConfig)
     for name in names:
         hint = options[name].hint
@@ -95,9 +99,11 @@ def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_config_of(arguments: argparse.Namespace) -> RunConfig:
-    """The settings of parsed arguments (:func:`add_settings`), without those of a file that a flag leaves without effect.
+    """The settings of parsed arguments (:func:`add_settings`), without those of a file that a flag
+    leaves without effect.
 
-    If that flag is the algorithm, they are refused: a file is tuned for one algorithm, and its other numbers would not fit.
+    If that flag is the algorithm, they are refused: a file is tuned for one algorithm, and its
+    other numbers would not fit.
 
     Raises:
         ConfigError: they are wrong, or contradict each other.
@@ -144,7 +150,8 @@ def resume_command(config: RunConfig) -> str:
 
 
 def _program(script: Path) -> list[str]:
-    """How the program that runs is called: by its name if it is a console script, else by this Python."""
+    """How the program that runs is called: by its name if it is a console script, else by this
+    Python."""
     if not script.suffix:
         return [script.name]
     python, here = Path(sys.executable), Path.cwd()

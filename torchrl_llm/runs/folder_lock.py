@@ -18,14 +18,17 @@ except ImportError:  # no POSIX system
     fcntl = None  # type: ignore[assignment]
 
 LOCK = "torchrl_llm.lock"
-"""The file that the process of a run has locked. It stays when the run ends: the lock counts, not the file."""
+"""The file that the process of a run has locked. It stays when the run ends: the lock counts, not
+the file."""
 
 _ATTEMPTS, _PAUSE = 5, 0.1
-"""How often a lock is tried, and the seconds between: a process that only checks a folder holds its lock for a moment."""
+"""How often a lock is tried, and the seconds between: a process that only checks a folder holds its
+lock for a moment."""
 
 
 class FolderLock:
-    """The lock of a folder among processes. The system releases it when the process ends, however it ends.
+    """The lock of a folder among processes. The system releases it when the process ends, however
+    it ends.
 
     Args:
         folder: gets the file :data:`LOCK`, if it has none.
@@ -87,7 +90,8 @@ class FolderLock:
         self._finalizer()
 
     def forget(self) -> None:
-        """In a forked process: close its copy of the descriptor, because the lock lasts until all copies are closed.
+        """In a forked process: close its copy of the descriptor, because the lock lasts until all
+        copies are closed.
 
         A child that outlives a crashed parent, such as an engine, would keep the folder locked.
         """

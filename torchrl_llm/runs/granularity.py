@@ -16,8 +16,9 @@ from torchrl_llm.utils.options import options_of
 def with_granularity(config: RunConfig, saved: Mapping[str, Any] | None, env: GEMEnv) -> RunConfig:
     """The settings with ``"turn"`` or ``"token"`` in place of ``granularity="auto"``.
 
-    The environment decides by what it declares (:attr:`GEMEnv.single_turn <torchrl_llm.envs.GEMEnv.single_turn>`), never the
-    lengths of a batch's episodes: the same settings would mean something else from one batch to the next.
+    The environment decides by what it declares (:attr:`GEMEnv.single_turn
+    <torchrl_llm.envs.GEMEnv.single_turn>`), never the lengths of a batch's episodes: the same
+    settings would mean something else from one batch to the next.
 
     Args:
         config: the settings.
@@ -25,8 +26,9 @@ def with_granularity(config: RunConfig, saved: Mapping[str, Any] | None, env: GE
         env: the environment of training.
 
     Raises:
-        ConfigError: an environment does not say how many responses it takes; a mixture holds both kinds; or the checkpoint's
-            run had the other granularity, and ``config.accept_changes`` does not name it.
+        ConfigError: an environment does not say how many responses it takes; a mixture holds both
+            kinds; or the checkpoint's run had the other granularity, and ``config.accept_changes``
+            does not name it.
     """
     if config.granularity != "auto":
         return config

@@ -1,4 +1,5 @@
-"""What must be the same for a run to continue in the same bytes: versions, code, what was given in Python, settings."""
+"""What must be the same for a run to continue in the same bytes: versions, code, what was given in
+Python, settings."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from torchrl_llm.envs.text_env import EnvSpec
 
 
 def environment() -> dict[str, Any]:
-    """Versions, threads and git revision: what must be the same for a run to continue in the same bytes."""
+    """Versions, threads and git revision: what must be the same for a run to continue in the same
+    bytes."""
     packages = ("torch", "torchrl", "tensordict", "transformers", "peft", "accelerate", "torchrl_llm")
     versions = {}
     for name in packages:
@@ -30,7 +32,8 @@ def environment() -> dict[str, Any]:
 
 @cache
 def git_revision() -> str | None:
-    """The commit of this library, where it runs from its own repository (and not from one that it is installed in).
+    """The commit of this library, where it runs from its own repository (and not from one that it
+    is installed in).
 
     It is that of the first call in this process: what is checked out later is not what runs.
     """
@@ -48,11 +51,13 @@ def git_revision() -> str | None:
 
 
 def names_of_parts(**parts: Any) -> dict[str, str]:
-    """The name of each object that a run was given besides its settings: by its name another one is noticed in a resume.
+    """The name of each object that a run was given besides its settings: by its name another one is
+    noticed in a resume.
 
     Args:
-        parts: functions, classes, partials of them (whose arguments do not count), an :class:`~torchrl_llm.envs.EnvSpec` (name
-            and maker count), other objects (of which the class counts), ids as text, lists of these; ``None``: not given.
+        parts: functions, classes, partials of them (whose arguments do not count), an
+            :class:`~torchrl_llm.envs.EnvSpec` (name and maker count), other objects (of which the
+            class counts), ids as text, lists of these; ``None``: not given.
 
     Examples:
         >>> from functools import partial
@@ -80,10 +85,11 @@ def _qualified(part: Any) -> str:
 def config_changes(
     saved: Mapping[str, Any], present: Mapping[str, Any], *, ignore: Sequence[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """The settings that differ: name -> (saved, present). A setting that only one of them has counts as ``None``.
+    """The settings that differ: name -> (saved, present). A setting that only one of them has
+    counts as ``None``.
 
-    ``max_tokens=None`` differs from no number: one was chosen when the saved run was built, and ``build_run`` takes it again. So it
-    is with ``num_envs`` and ``template_date``.
+    ``max_tokens=None`` differs from no number: one was chosen when the saved run was built, and
+    ``build_run`` takes it again. So it is with ``num_envs`` and ``template_date``.
     ``granularity="auto"`` is compared by its meaning, when the environment is known.
 
     Examples:

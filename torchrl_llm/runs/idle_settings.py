@@ -1,6 +1,7 @@
 """Which settings have no effect beside which others: :data:`IDLE`.
 
-The rules of :class:`~torchrl_llm.runs.RunConfig`, which refuses a setting that is given where it would be idle.
+The rules of :class:`~torchrl_llm.runs.RunConfig`, which refuses a setting that is given where it
+would be idle.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ def _options_of_losses() -> Any:
     for algo, loss in LOSSES.items():
         said = meanings(loss)
         for name in loss_settings(algo):
-            if name not in options and name != "group_size":  # which RolloutConfig declares, for every algorithm
+            # which RolloutConfig declares, for every algorithm
+            if name not in options and name != "group_size":
                 options[name] = Option(_OTHER_HINTS.get(name, options_of(loss)[name].hint) | None, None)
                 takers = [other for other in LOSSES if name in loss_settings(other)]
                 only = "" if len(takers) == len(LOSSES) else f" ({', '.join(takers)})"
@@ -62,11 +63,13 @@ LossOptions: Any = _options_of_losses()
 
 @dataclass(kw_only=True)
 class LossConfig(LossOptions):
-    """The algorithm's loss and estimator. The losses declare their options; ``None`` takes the default declared there."""
+    """The algorithm's loss and estimator. The losses declare their options; ``None`` takes the
+    default declared there."""
 
     estimator: str | None = None
-    """The value estimator: a class of torchrl_llm.objectives, such as "TurnVTrace", or "package.module:Name", which gets
-    those of these options that it has; None takes the algorithm's own."""
+    """The value estimator: a class of torchrl_llm.objectives, such as "TurnVTrace", or
+    "package.module:Name", which gets those of these options that it has; None takes the algorithm's
+    own."""
 
 
 def only_of(algo: Algorithm) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
-"""What a run takes in memory, estimated from its settings and the shapes of its model (:func:`memory_estimate`), and the
-``max_tokens`` that follow from it where none are given (:func:`with_max_tokens`).
+"""What a run takes in memory, estimated from its settings and the shapes of its model
+(:func:`memory_estimate`), and the ``max_tokens`` that follow from it where none are given
+(:func:`with_max_tokens`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ _START = "weights before the step"
 """The copy of the actor's trained weights from which ``target_kl`` shortens steps, in float32."""
 
 OF_UPDATES = ("activations", "logits", _START)
-"""The parts of :func:`memory_estimate` that are freed where an update ends; the others stay while an engine samples."""
+"""The parts of :func:`memory_estimate` that are freed where an update ends; the others stay while
+an engine samples."""
 
 _NF4 = 0.55
 """Bytes of a weight of the base in 4 bits, with its scales."""
@@ -52,26 +54,29 @@ _ROW = 29
 """Bytes of a token of the batch."""
 
 _LOGIT = 12
-"""Bytes of a logit of the chunk that a scorer works on, at the peak of its backward: log-probs, probabilities and gradient in
-float32 (measured for a head in float32 and in bfloat16)."""
+"""Bytes of a logit of the chunk that a scorer works on, at the peak of its backward: log-probs,
+probabilities and gradient in float32 (measured for a head in float32 and in bfloat16)."""
 
 _HALF = 2
 """Bytes of a number in half precision."""
 
 _CPU = torch.device("cpu")
 
-# Numbers that the backward of a layer keeps for each token, in multiples of the hidden size and of the width of the MLP:
-# inputs, queries, keys, values and outputs; the two projections, their activation and its product. For the models of
-# docs/memory.md this is within a tenth of what was measured with LoRA.
+# Numbers that the backward of a layer keeps for each token, in multiples of the hidden size and of
+# the width of the MLP: inputs, queries, keys, values and outputs; the two projections, their
+# activation and its product. For the models of docs/memory.md this is within a tenth of what was
+# measured with LoRA.
 _HIDDEN, _WIDTH = 8, 4
 
-# In half precision without autocast PEFT casts the inputs of adapters (queries, keys, values, outputs, the three projections of
-# the MLP) to float32, and the backward keeps the casts, and two inputs less in half precision. With LoRA on all linear layers in
-# the shapes of Qwen2.5-0.5B a layer kept 82,048 bytes a token; this makes 82,688 of it.
+# In half precision without autocast PEFT casts the inputs of adapters (queries, keys, values,
+# outputs, the three projections of the MLP) to float32, and the backward keeps the casts, and two
+# inputs less in half precision. With LoRA on all linear layers in the shapes of Qwen2.5-0.5B a
+# layer kept 82,048 bytes a token; this makes 82,688 of it.
 _CAST_HIDDEN, _CAST_WIDTH = 6, 1
 
-# Weights and caches are known well, the peak of an update is not: by default glibc kept 0.6 to 2.1 GiB more than was in use
-# (docs/memory.md). The other half is for that, for PyTorch itself, and on a host for the system and other programs.
+# Weights and caches are known well, the peak of an update is not: by default glibc kept 0.6 to 2.1
+# GiB more than was in use (docs/memory.md). The other half is for that, for PyTorch itself, and on
+# a host for the system and other programs.
 _SHARE = 0.5
 """What activations and logits may take of the memory that the other parts leave."""
 
@@ -85,17 +90,21 @@ def empty_model(config: RunConfig) -> Any:
 
 
 def memory_estimate(config: RunConfig, model: Any, *, shards: int = 1, device: torch.device = _CPU) -> dict[str, int]:
-    """Bytes by part, at the peak of an update of one process. An estimate: allocators keep more than is in use.
+    """Bytes by part, at the peak of an update of one process. An estimate: allocators keep more
+    than is in use.
 
     Args:
-        config: the settings; ``max_tokens=None`` counts as 16,384. For long rows a forward may have more tokens
-            (:func:`torchrl_llm.modules.prefixes.forward_bound`).
+        config: the settings; ``max_tokens=None`` counts as 16,384. For long rows a forward may have
+            more tokens (:func:`torchrl_llm.modules.prefixes.forward_bound`).
         model: :func:`empty_model`.
-        shards: processes that share the weights (FSDP2). Each gathers all of them for rollouts and scores.
-        device: of model and training, by whose kind autocast and the size of chunks are chosen; default the CPU.
+        shards: processes that share the weights (FSDP2). Each gathers all of them for rollouts and
+            scores.
+        device: of model and training, by whose kind autocast and the size of chunks are chosen;
+            default the CPU.
 
     Raises:
-        ConfigError: the model's configuration does not say how large its layers are; or there is no such ``teacher``.
+        ConfigError: the model's configuration does not say how large its layers are; or there is no
+            such ``teacher``.
 
     Examples:
         >>> config = RunConfig(model_path="tiny", lora_r=0, kl_coeff=0.0, algo="LLMREINFORCE")
@@ -116,13 +125,15 @@ def choose_max_tokens(
     Args:
         config: the settings.
         model: :func:`empty_model`.
-        memory: bytes that one process may take, in total and not what is free at the moment: two runs of the same command
-            on the same machine take the same number, and so end in the same bytes.
+        memory: bytes that one process may take, in total and not what is free at the moment: two
+            runs of the same command on the same machine take the same number, and so end in the
+            same bytes.
         shards, device: see :func:`memory_estimate`.
 
     Returns:
-        The largest power of two up to 16,384 whose activations and logits are estimated to take at most half of what the other
-        parts leave; at least ``config.max_model_len`` (but no more than 16,384), because a row is not cut.
+        The largest power of two up to 16,384 whose activations and logits are estimated to take at
+        most half of what the other parts leave; at least ``config.max_model_len`` (but no more than
+        16,384), because a row is not cut.
 
     Raises:
         ConfigError: as :func:`memory_estimate`.
@@ -145,10 +156,11 @@ def with_max_tokens(
 ) -> RunConfig:
     """The settings with a number of ``max_tokens``, the same on all ranks.
 
-    A given number counts. Else a resumed run takes the number that it was saved with, on a machine of other memory too, unless
-    ``accept_changes`` names it. Else it is chosen (:func:`choose_max_tokens`) for the rank with least memory: of a GPU all but
-    the share of an engine in this process, of a host an equal part for each process on it. If the run may still need more
-    than is free, a warning says so.
+    A given number counts. Else a resumed run takes the number that it was saved with, on a machine
+    of other memory too, unless ``accept_changes`` names it. Else it is chosen
+    (:func:`choose_max_tokens`) for the rank with least memory: of a GPU all but the share of an
+    engine in this process, of a host an equal part for each process on it. If the run may still
+    need more than is free, a warning says so.
 
     Args:
         config: the settings.
@@ -168,7 +180,8 @@ def with_max_tokens(
         there: dict[str, Any] = {"shards": shards, "device": device}
         tokens = known or choose_max_tokens(config, model, total, **there)
         needed = sum(memory_estimate(replace(config, max_tokens=tokens), model, **there).values())
-    # A family whose shapes are not known may be trained all the same; what is wrong otherwise is said where it is loaded.
+    # A family whose shapes are not known may be trained all the same; what is wrong otherwise is
+    # said where it is loaded.
     except (*FAILURES, OSError, ImportError) as error:
         tokens = known or MOST_TOKENS
         logger.warning("max_tokens is %d, for the memory of the run cannot be estimated: %s", tokens, error)
@@ -186,10 +199,12 @@ def trainer_memory(config: RunConfig, device: torch.device, processes: int = 1) 
     """Bytes of the device's memory for this training process: free, and in total.
 
     Args:
-        config: the settings. A vLLM engine of this process has its share of a GPU, unless it sleeps during updates. What an
-            engine on a CPU and workers on Ray take is not known here, and not taken off.
+        config: the settings. A vLLM engine of this process has its share of a GPU, unless it sleeps
+            during updates. What an engine on a CPU and workers on Ray take is not known here, and
+            not taken off.
         device: of model and training; on other devices than CUDA's it is the host's memory.
-        processes: training processes on this host. They have equal parts of its memory, and each a GPU of its own.
+        processes: training processes on this host. They have equal parts of its memory, and each a
+            GPU of its own.
 
     Examples:
         >>> trainer_memory(RunConfig(), torch.device("cpu"), processes=2)[1] == host_memory() // 2
@@ -203,7 +218,8 @@ def trainer_memory(config: RunConfig, device: torch.device, processes: int = 1) 
 
 
 def engine_memory(config: RunConfig, device: torch.device) -> int:
-    """Bytes of ``device`` that a vLLM engine takes for itself while it is awake; 0 where there is none on that GPU.
+    """Bytes of ``device`` that a vLLM engine takes for itself while it is awake; 0 where there is
+    none on that GPU.
 
     Examples:
         >>> engine_memory(RunConfig(policy="vllm"), torch.device("cpu"))
@@ -222,7 +238,8 @@ def engine_weights(config: RunConfig, model: Any) -> int:
         model: :func:`empty_model`.
     """
     dtype = config.engine_dtype or config.dtype
-    size = _HALF if dtype == "auto" else getattr(torch, dtype).itemsize  # vLLM's "auto" narrows float32
+    # vLLM's "auto" narrows float32
+    size = _HALF if dtype == "auto" else getattr(torch, dtype).itemsize
     return model.num_parameters() * size // (config.tensor_parallel_size or 1)
 
 
@@ -296,7 +313,8 @@ def _activations(config: RunConfig, model: Any, tokens: int, device: torch.devic
     kept = size * layers * hidden + layer if config.gradient_checkpointing else layers * layer
     rows = embedding_of(model).shape[0]
     logits = _LOGIT * min(config.chunk_logits or default_chunk_logits(device), tokens * rows)
-    # The backward of the head comes before that of the layers: the one that is recomputed is not there yet.
+    # The backward of the head comes before that of the layers: the one that is recomputed is not
+    # there yet.
     return {
         "activations": tokens * kept,
         "logits": max(0, logits - tokens * layer) if config.gradient_checkpointing else logits,
@@ -307,12 +325,14 @@ def _sampler(config: RunConfig, model: Any, device: torch.device) -> dict[str, i
     """At most: contexts and rows are as long as their longest."""
     text = model.config.get_text_config()
     heads, hidden = _size(text, "num_attention_heads"), _size(text, "hidden_size")
-    known = {name: getattr(text, name, None) for name in ("num_key_value_heads", "head_dim")}  # families differ
+    # families differ
+    known = {name: getattr(text, name, None) for name in ("num_key_value_heads", "head_dim")}
     numbers = 2 * (known["num_key_value_heads"] or heads) * (known["head_dim"] or hidden // heads)
     size = 4 if not config.lora_r else _bytes(config, model)
     cache = _size(text, "num_hidden_layers") * numbers * size * config.slots * config.max_model_len
     rows = {"rows": _ROW * config.batch_size * config.max_model_len}
-    if config.policy != "hf":  # an engine takes its own share of the memory, whatever its contexts need
+    # an engine takes its own share of the memory, whatever its contexts need
+    if config.policy != "hf":
         return rows
     head = model.get_output_embeddings().weight
     packs = packs_head(head.numel(), torch.float32 if size == 4 else torch.float16, device)

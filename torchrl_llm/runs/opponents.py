@@ -1,4 +1,5 @@
-"""Matches: the opponents of evaluations in self-play (:func:`make_opponent`), and :func:`play_match`."""
+"""Matches: the opponents of evaluations in self-play (:func:`make_opponent`), and
+:func:`play_match`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Match:
 
     Attributes:
         wins, draws, losses: games, by the policy's seat.
-        unfinished: games that were cut by a limit or whose environment failed. They count as games, and as 0 in the score.
+        unfinished: games that were cut by a limit or whose environment failed. They count as games,
+            and as 0 in the score.
         evaluation: the same as an evaluation, with the rows of the policy's episodes.
     """
 
@@ -62,9 +64,11 @@ class Match:
 
 
 def play_match(env: SelfPlayEnv, policy: TurnPolicy, opponent: TurnPolicy, games: int) -> Match:
-    """Play the first ``games`` games of ``env``; the policy has seat 0 in the first, seat 1 in the second, and so on.
+    """Play the first ``games`` games of ``env``; the policy has seat 0 in the first, seat 1 in the
+    second, and so on.
 
-    Games and sampling noise are the same at each call, so that two policies are compared with one opponent game by game.
+    Games and sampling noise are the same at each call, so that two policies are compared with one
+    opponent game by game.
 
     Args:
         env: with a task stream of its own (``SelfPlayEnv(..., stream="test")``).
@@ -109,7 +113,8 @@ def make_opponent(
         models: of the run; ``None``: only a model is used, and its start is not known.
 
     Raises:
-        ConfigError: there is no such player or model, it has another tokenizer, or none is named and there is no run.
+        ConfigError: there is no such player or model, it has another tokenizer, or none is named
+            and there is no run.
     """
     if config.opponent is None:
         if models is None:

@@ -33,11 +33,12 @@ NEXT_SEGMENT = "\n\n[... earlier turns leave the context; the model sees from he
 
 
 def comparison_table(evaluations: Mapping[str, Evaluation]) -> str:
-    """A plain-text table, one evaluation a line: win rate with its 95 % interval, turns, return, penalized turns, episodes.
+    """A plain-text table, one evaluation a line: win rate with its 95 % interval, turns, return,
+    penalized turns, episodes.
 
-    "penalized" is the share of the turns whose reward is negative. The last columns are the different tasks among the
-    episodes, the share of episodes whose task was trained on, and the episodes whose environment failed; "-" where it is
-    unknown.
+    "penalized" is the share of the turns whose reward is negative. The last columns are the
+    different tasks among the episodes, the share of episodes whose task was trained on, and the
+    episodes whose environment failed; "-" where it is unknown.
 
     Args:
         evaluations: label -> :class:`~torchrl_llm.metrics.Evaluation`.
@@ -79,10 +80,12 @@ def episodes_text(
     count: int = 4,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The first ``count`` episodes of ``rows`` as text, special tokens included, with their outcome.
+    """The first ``count`` episodes of ``rows`` as text, special tokens included, with their
+    outcome.
 
-    They are numbered from 1, and so are their tasks, in order of appearance. The turn that the template opens after the
-    environment's last message is left out: the policy was not asked for it.
+    They are numbered from 1, and so are their tasks, in order of appearance. The turn that the
+    template opens after the environment's last message is left out: the policy was not asked for
+    it.
 
     Args:
         rows: ``[B]`` episodes.
@@ -118,7 +121,8 @@ def outcome(stop: keys.StopReason, rewards: Sequence[float]) -> str:
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]) -> str:
-    """The text with which the chat template opens the assistant's turn; none without a template that can be used."""
+    """The text with which the chat template opens the assistant's turn; none without a template
+    that can be used."""
     try:
         render = Renderer(tokenizer, chat_template_kwargs=chat_template_kwargs)
         closed, opened = (render([Message("user", "?")], prompt=prompt) for prompt in (False, True))
@@ -128,7 +132,8 @@ def _opening(tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[s
 
 
 def fenced(text: str) -> str:
-    """``text`` as a block of Markdown that shows it unchanged: the fence is longer than any in the text.
+    """``text`` as a block of Markdown that shows it unchanged: the fence is longer than any in the
+    text.
 
     Examples:
         >>> print(fenced("```\\n<b>"))
@@ -144,7 +149,8 @@ def fenced(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """``text`` as inline code of Markdown that shows it unchanged, on one line: the fence is longer than any in the text.
+    """``text`` as inline code of Markdown that shows it unchanged, on one line: the fence is longer
+    than any in the text.
 
     Examples:
         >>> print(code("a"), code("a`b"), code("`a\\n`"))
@@ -165,7 +171,8 @@ def _contexts(tokens: Tensor, attention_mask: Tensor) -> list[Tensor]:
 
 
 def with_final(history: Sequence[Mapping[str, float]], after: Mapping[str, float]) -> list[Mapping[str, float]]:
-    """``history``, whose last iteration has the evaluation at the run's end if it has none of its own.
+    """``history``, whose last iteration has the evaluation at the run's end if it has none of its
+    own.
 
     Args:
         history: the metrics of each iteration.
@@ -192,13 +199,14 @@ def plot_learning_curve(
 def draw_learning_curve(
     history: Sequence[Mapping[str, float]], *, title: str, before: Mapping[str, float] | None = None
 ) -> Figure:
-    """Success in training and in evaluations over the turns collected, with the 95 % interval of the latter.
+    """Success in training and in evaluations over the turns collected, with the 95 % interval of
+    the latter.
 
     Args:
         history: the metrics of each iteration (``LLMTrainer.history``).
         title: of the plot.
-        before: the metrics of an evaluation before training, ``Evaluation.metrics("evaluation")``; the point at 0 turns.
-            Default none.
+        before: the metrics of an evaluation before training, ``Evaluation.metrics("evaluation")``;
+            the point at 0 turns. Default none.
 
     Returns:
         The figure, with one pair of axes.

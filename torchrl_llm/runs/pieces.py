@@ -1,4 +1,5 @@
-"""The text of single tokens: :class:`TokenTexts`, and :func:`join_pieces`, which puts characters of several tokens together."""
+"""The text of single tokens: :class:`TokenTexts`, and :func:`join_pieces`, which puts characters of
+several tokens together."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 class TokenTexts:
     """The text of each token of a tokenizer, kept once it is known.
 
-    A token may be a part of a character: bytes that are no text alone are lone surrogates (``errors="surrogateescape"``),
-    which JSON keeps, and :func:`join_pieces` puts together.
+    A token may be a part of a character: bytes that are no text alone are lone surrogates
+    (``errors="surrogateescape"``), which JSON keeps, and :func:`join_pieces` puts together.
 
     Args:
         tokenizer: of the model; byte-level, or with byte fallback (``<0xE2>``).

@@ -1,4 +1,5 @@
-"""How a recording is read: its episodes by task (:func:`groups_of`), and who wrote which tokens (:func:`spans`)."""
+"""How a recording is read: its episodes by task (:func:`groups_of`), and who wrote which tokens
+(:func:`spans`)."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def groups_of(recording: Recording, number: int) -> Iterator[Group]:
 
 
 def spans(recording: Recording, row: int) -> list[list[int]]:
-    """Who wrote an episode: ``[turn, tokens]`` in order, turn -1 for the environment and :data:`CUT` for a cut of the context."""
+    """Who wrote an episode: ``[turn, tokens]`` in order, turn -1 for the environment and
+    :data:`CUT` for a cut of the context."""
     mask, turn_ids = recording.arrays["attention_mask"][row], recording.arrays["turn_ids"][row]
     end = int(mask.nonzero()[0].max()) + 1 if mask.any() else 0
     codes = np.where(mask, turn_ids, CUT)[:end]

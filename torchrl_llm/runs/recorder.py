@@ -46,27 +46,31 @@ _ON_A_PAGE = 4
 _CLIPPED = "clipped"
 
 _NEW = ("log_prob", "entropy", _CLIPPED)
-"""What the scoring pass adds to the rows: log-prob and entropy after the update, and whether the clip binds then."""
+"""What the scoring pass adds to the rows: log-prob and entropy after the update, and whether the
+clip binds then."""
 
 
 class RolloutRecorder(Callback):
-    """Writes some episodes of a training batch to a file, every few iterations, always of the first and the last one.
+    """Writes some episodes of a training batch to a file, every few iterations, always of the first
+    and the last one.
 
-    The rows are those that the update learns from, with credit, loss weights and what else was scored. After the update the
-    recorded rows are scored once more, so that ratios and entropy can be shown; where weights are sharded they are not. No
-    number of the run changes.
+    The rows are those that the update learns from, with credit, loss weights and what else was
+    scored. After the update the recorded rows are scored once more, so that ratios and entropy can
+    be shown; where weights are sharded they are not. No number of the run changes.
 
-    Episodes of a few tasks are kept, the same tasks in all recordings where they come again. Beside each recording of training is
-    a page of Markdown with the text of some of them.
+    Episodes of a few tasks are kept, the same tasks in all recordings where they come again. Beside
+    each recording of training is a page of Markdown with the text of some of them.
 
     Args:
         path: the folder of the recordings.
         tokenizer: the model's.
-        interval: iterations between recordings, >= 1; it grows where they would take more than ``max_bytes``. Default: 10.
+        interval: iterations between recordings, >= 1; it grows where they would take more than
+            ``max_bytes``. Default: 10.
         tasks: tasks of a recording, >= 1, with up to 16 episodes each. Default: 4.
         max_bytes: what all recordings may take on disk. Default: 64 MB.
-        log_episodes: episodes of each recording whose text TensorBoard, Weights & Biases and trackio get, where the trainer has
-            such a logger, see ``trainers.episode_log``. Default: 0.
+        log_episodes: episodes of each recording whose text TensorBoard, Weights & Biases and
+            trackio get, where the trainer has such a logger, see ``trainers.episode_log``.
+            Default: 0.
     """
 
     def __init__(
@@ -94,7 +98,8 @@ class RolloutRecorder(Callback):
             self._followed = self._recorded_tasks()
 
     def _recorded_tasks(self) -> list[int]:
-        """The tasks of the evaluation before training and of the first recording, which the others follow."""
+        """The tasks of the evaluation before training and of the first recording, which the others
+        follow."""
         tasks: list[int] = []
         before = self.folder.file("before")
         for path in [*([before] if before.exists() else []), *list(self.folder.training().values())[:1]]:
@@ -110,16 +115,20 @@ class RolloutRecorder(Callback):
     def on_batch(self, trainer: Any, rows: TensorDictBase, metrics: dict[str, float]) -> None:
         if not trainer.distributed.is_main:
             return
-        # Not the copies without turns that a process without rows of its own gets, to stay in step with the others.
+        # Not the copies without turns that a process without rows of its own gets, to stay in step
+        # with the others.
         played = rows[keys.TURN_MASK].any(-1).nonzero().flatten().cpu()
         if not len(played):
             return
         tasks = rows.select(keys.TASK_ID, keys.GROUP_ID, strict=False)[played]
-        # A third of a batch: with one epoch, scoring all of it every ten iterations takes 2.3 % of a run (SmolLM2-135M).
+        # A third of a batch: with one epoch, scoring all of it every ten iterations takes 2.3 % of
+        # a run (SmolLM2-135M).
         chosen = played[choose_rows(tasks, self.tasks, self._followed, most=len(played) // 3)]
-        # A copy: the update writes into the rows. Without what the old weights scored under the names of the new ones.
+        # A copy: the update writes into the rows. Without what the old weights scored under the
+        # names of the new ones.
         self._rows, self._weights = rows[chosen].exclude(*_NEW).clone(), {}
-        if keys.SAMPLE_LOG_PROB not in self._rows:  # rows from elsewhere, whose log-probs were scored
+        # rows from elsewhere, whose log-probs were scored
+        if keys.SAMPLE_LOG_PROB not in self._rows:
             self._rows[keys.SAMPLE_LOG_PROB] = torch.full_like(self._rows[keys.ADVANTAGE], torch.nan)
 
     def on_minibatch(self, trainer: Any, rows: TensorDictBase, metrics: dict[str, Tensor]) -> None:
@@ -145,12 +154,14 @@ class RolloutRecorder(Callback):
 
     def on_end(self, trainer: Any) -> None:
         if self._rows is not None and trainer.unfinished is not None:
-            # The run stops in the evaluation after an update. A resumed run makes up for that, and not for the update.
+            # The run stops in the evaluation after an update. A resumed run makes up for that, and
+            # not for the update.
             self._write_weights(self._rows)
             self._unwritten = trimmed(self._rows), self._about_batch(trainer, self._rows)
         if self._unwritten is not None:
             arrays, about = self._unwritten
-            # Not scored now: an error may have ended the run within an update, whose weights are those of no iteration.
+            # Not scored now: an error may have ended the run within an update, whose weights are
+            # those of no iteration.
             missing = dict.fromkeys(_NEW, "the run ended before these rows were scored")
             self._write(trainer, arrays, about | {"missing": missing})
         self._rows = self._unwritten = None
@@ -158,7 +169,8 @@ class RolloutRecorder(Callback):
     def record_evaluation(
         self, trainer: Any, rows: TensorDictBase, kind: Kind, texts: Mapping[int, str] | None = None
     ) -> None:
-        """Record episodes of the evaluation before or after training, of the tasks that the recordings follow.
+        """Record episodes of the evaluation before or after training, of the tasks that the
+        recordings follow.
 
         Args:
             trainer: the run's.
@@ -183,7 +195,8 @@ class RolloutRecorder(Callback):
     def _scored(trainer: Any, rows: TensorDictBase) -> dict[str, str]:
         try:
             return score_after_update(trainer, rows)
-        except torch.OutOfMemoryError:  # an update of micro-batches may just fit; a look at it must not end the run
+        # an update of micro-batches may just fit; a look at it must not end the run
+        except torch.OutOfMemoryError:
             logger.warning("no memory was left to score the recorded episodes of iteration %d", trainer.iteration)
             return dict.fromkeys(_NEW, "no memory was left for the scoring pass")
 
@@ -193,7 +206,8 @@ class RolloutRecorder(Callback):
         recording = Recording(**about, interval=self.folder.interval, arrays=numpy)
         try:
             self.folder.write(arrays, **about)
-            if recording.kind == "training":  # the evaluations before and after a run have theirs in its folder
+            # the evaluations before and after a run have theirs in its folder
+            if recording.kind == "training":
                 page = markdown(page_title(recording), episode_texts(recording, _ON_A_PAGE))
                 write_text(page_of(self.folder.file(recording.kind, recording.iteration)), page)
         except OSError:  # such as a full disk: what is lost is a look at the run, and not the run
@@ -208,7 +222,8 @@ class RolloutRecorder(Callback):
                 logger.exception("the episodes of iteration %d did not reach every tracker", about["iteration"])
 
     def _write_weights(self, rows: TensorDictBase) -> None:
-        """The loss weights of the optimizer batches in which the rows were; 0 for a row that no step reached."""
+        """The loss weights of the optimizer batches in which the rows were; 0 for a row that no
+        step reached."""
         weight = torch.zeros_like(rows[keys.SAMPLE_LOG_PROB])
         for i, episode in enumerate(rows[keys.EPISODE_ID].tolist()):
             if episode in self._weights:
@@ -224,7 +239,8 @@ def choose_rows(rows: TensorDictBase, tasks: int, followed: Sequence[int] = (), 
         rows: ``[B]``; a task is told by ``"task_id"``, or by ``"group_id"`` where there is none.
         tasks: how many at most.
         followed: tasks that come first, if they are there.
-        most: episodes beyond which no further task is added; the first is there in any case. Default: no bound.
+        most: episodes beyond which no further task is added; the first is there in any case.
+            Default: no bound.
 
     Returns:
         ``[b]`` int64, in the order of the rows.
@@ -250,7 +266,8 @@ def choose_rows(rows: TensorDictBase, tasks: int, followed: Sequence[int] = (), 
 
 @torch.no_grad()
 def score_after_update(trainer: Any, rows: TensorDictBase) -> dict[str, str]:
-    """Write log-prob, entropy and ``"clipped"`` under the present weights into rows ``[B]``; what was not, and why."""
+    """Write log-prob, entropy and ``"clipped"`` under the present weights into rows ``[B]``; what
+    was not, and why."""
     if trainer.distributed.sharded:
         return dict.fromkeys(_NEW, "the weights are sharded (FSDP2), and scoring takes all processes")
     if trainer.weight_sync is not None and trainer.weight_sync.sleep_level:

@@ -1,7 +1,9 @@
-"""The file format of recorded episodes, and which of them are kept: :class:`Recording`, :class:`RecordingFolder`.
+"""The file format of recorded episodes, and which of them are kept: :class:`Recording`,
+:class:`RecordingFolder`.
 
-A recording is one ``.safetensors`` file: the rows as tensors, and in its metadata, as JSON, where they come from and the text
-of every token in them. It is read without the model, its tokenizer and torch.
+A recording is one ``.safetensors`` file: the rows as tensors, and in its metadata, as JSON, where
+they come from and the text of every token in them. It is read without the model, its tokenizer and
+torch.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class Recording:
         pieces: the text of each token, see :class:`~torchrl_llm.runs.pieces.TokenTexts`.
         missing: what was not computed -> why.
         interval: iterations between recordings when it was written.
-        arrays: the rows, named as in :data:`torchrl_llm.keys.ROW_VIEW`, with a dot in nested keys: ``"turn.reward"``. Extras of
-            environments are ``"turn.extra.<name>"``.
+        arrays: the rows, named as in :data:`torchrl_llm.keys.ROW_VIEW`, with a dot in nested keys:
+            ``"turn.reward"``. Extras of environments are ``"turn.extra.<name>"``.
         texts: hash -> text of the extras that are texts; the others were not known.
     """
 
@@ -87,10 +89,12 @@ class RecordingError(ValueError):
 
 
 def trimmed(rows: TensorDictBase) -> dict[str, Tensor]:
-    """Rows ``[B]`` on the CPU as the format has them: no wider than the longest of them, and in narrow types.
+    """Rows ``[B]`` on the CPU as the format has them: no wider than the longest of them, and in
+    narrow types.
 
     Args:
-        rows: of the row view; keys that it does not declare are left out, but for extras of environments.
+        rows: of the row view; keys that it does not declare are left out, but for extras of
+            environments.
 
     Returns:
         Tensors by the names of :attr:`Recording.arrays`.
@@ -220,8 +224,9 @@ def page_of(path: Path) -> Path:
 class RecordingFolder:
     """The recordings of a run, bounded on disk.
 
-    Recordings of training are ``interval`` iterations apart. When all of them take more than ``max_bytes``, the interval is
-    doubled and what lies between is deleted, so that those that stay are spread over the whole run. The first one stays.
+    Recordings of training are ``interval`` iterations apart. When all of them take more than
+    ``max_bytes``, the interval is doubled and what lies between is deleted, so that those that stay
+    are spread over the whole run. The first one stays.
 
     Args:
         path: the folder; it is made when something is written.
@@ -242,15 +247,18 @@ class RecordingFolder:
         return {int(path.stem.removeprefix("iteration-")): path for path in found}
 
     def is_due(self, iteration: int) -> bool:
-        """Whether an iteration is to be recorded whatever follows: the first, and every ``interval``-th."""
+        """Whether an iteration is to be recorded whatever follows: the first, and every
+        ``interval``-th."""
         return iteration == 1 or iteration % self.interval == 0
 
     def resume(self, iteration: int, *, ended: bool) -> None:
-        """Continue after an iteration: later recordings are deleted, because the run writes them again.
+        """Continue after an iteration: later recordings are deleted, because the run writes them
+        again.
 
         Args:
             iteration: how many the run has behind it.
-            ended: it has ended there. Else its newest recording, if it is not due, goes too: it was there as the last one.
+            ended: it has ended there. Else its newest recording, if it is not due, goes too: it was
+                there as the last one.
         """
         for number, path in self.training().items():
             try:
@@ -267,7 +275,8 @@ class RecordingFolder:
         own = {name: value for name, value in about.items() if name != "interval"}
         path = self.file(about["kind"], about["iteration"])
         write_recording(path, arrays, **own, interval=self.interval)
-        self._drop_between(keep=about["iteration"])  # the newest so far, if it was there as that only
+        # the newest so far, if it was there as that only
+        self._drop_between(keep=about["iteration"])
         while self._bytes() > self.max_bytes and any(1 < number < about["iteration"] for number in self.training()):
             self.interval *= 2
             self._drop_between(keep=about["iteration"])

@@ -1,4 +1,5 @@
-"""The start of a run: its folder and the checkpoint that it continues, checked before anything is built."""
+"""The start of a run: its folder and the checkpoint that it continues, checked before anything is
+built."""
 
 from __future__ import annotations
 
@@ -39,16 +40,18 @@ class Start(NamedTuple):
 
 
 def find_start(config: RunConfig, folder: RunFolder, python_parts: Mapping[str, str]) -> Start | None:
-    """The checkpoint to continue, if any; ``folder`` and the checkpoint are checked, and nothing is changed.
+    """The checkpoint to continue, if any; ``folder`` and the checkpoint are checked, and nothing is
+    changed.
 
     Args:
         config: the settings.
         folder: the run's.
-        python_parts: names of what the run is given besides, as :class:`~torchrl_llm.runs.CheckpointStore` has them.
+        python_parts: names of what the run is given besides, as
+            :class:`~torchrl_llm.runs.CheckpointStore` has them.
 
     Raises:
-        ConfigError: the run differs from that of the checkpoint in what ``config.accept_changes`` does not name, or the
-            checkpoint is of version 0.1.0.
+        ConfigError: the run differs from that of the checkpoint in what ``config.accept_changes``
+            does not name, or the checkpoint is of version 0.1.0.
     """
     folder.check()
     checkpoints = folder.checkpoints
@@ -86,8 +89,8 @@ def find_start(config: RunConfig, folder: RunFolder, python_parts: Mapping[str, 
 
 
 def _check_same(config: RunConfig, python_parts: Mapping[str, str], saved: dict[str, Any], start: Path) -> None:
-    # Of a checkpoint that an earlier version wrote it is not known what its run was given. A setting that there was not yet is
-    # compared by its default, which is what that run did.
+    # Of a checkpoint that an earlier version wrote it is not known what its run was given. A
+    # setting that there was not yet is compared by its default, which is what that run did.
     before = {**RunConfig().as_json(), **saved["config"], **saved.get("python_parts", python_parts)}
     present_settings = {**config.as_json(), **python_parts}
     changes = config_changes(before, present_settings, ignore=[*HOW_TO_RUN, *config.accept_changes])
@@ -106,7 +109,8 @@ def _check_same(config: RunConfig, python_parts: Mapping[str, str], saved: dict[
 
 
 class Opening(Callback):
-    """Opens the run's folder and its loggers when training begins; building a run changes nothing on disk.
+    """Opens the run's folder and its loggers when training begins; building a run changes nothing
+    on disk.
 
     Args:
         config: the settings.
@@ -117,7 +121,8 @@ class Opening(Callback):
 
     def __init__(self, config: RunConfig, folder: RunFolder, start: Path | None, info: Mapping[str, Any]) -> None:
         self.config, self.folder, self.start, self.info, self.opened = config, folder, start, info, False
-        self.until_close = False  # the folder stays locked when training ends, because the caller writes there
+        # the folder stays locked when training ends, because the caller writes there
+        self.until_close = False
 
     def on_start(self, trainer: LLMTrainer) -> None:
         if self.opened:
@@ -129,7 +134,8 @@ class Opening(Callback):
 
     def on_end(self, trainer: LLMTrainer) -> None:
         if self.opened and trainer.distributed.is_main:
-            # Without run_and_report nothing else tells a run that has ended from one that was killed.
+            # Without run_and_report nothing else tells a run that has ended from one that was
+            # killed.
             ended = {"stop_reason": trainer.stop_reason or "interrupted, or ended by an error"}
             with suppress(OSError):  # the report of a run must not hide why it ends
                 write_json({**self.info, **ended}, self.config.output_dir / "run.json")
@@ -141,7 +147,8 @@ class Opening(Callback):
         if self.start is not None:
             for target in loggers:
                 rewind_tensorboard(target, trainer.logged_steps)
-        trainer.loggers = (*loggers, *trainer.loggers)  # the caller may have added some since the run was built
+        # the caller may have added some since the run was built
+        trainer.loggers = (*loggers, *trainer.loggers)
 
     def _begin_files(self) -> list[Logger]:
         """Write the first files of the folder; if this fails, the folder is put back as it was."""
@@ -151,7 +158,8 @@ class Opening(Callback):
 
 
 def accept_changes(config: RunConfig, trainer: LLMTrainer, saved: dict[str, Any]) -> None:
-    """Apply the settings that ``config.accept_changes`` names and that the checkpoint's state has overwritten."""
+    """Apply the settings that ``config.accept_changes`` names and that the checkpoint's state has
+    overwritten."""
     for group in trainer.optimizer.param_groups:
         # Without the learning rates, which the schedule sets before each update.
         group |= adamw_options(config)

@@ -60,12 +60,13 @@ class Run:
     """The parts of a run, made by :func:`build_run`.
 
     Attributes:
-        config: the settings, with the ``max_tokens`` and the ``template_date`` that were chosen if none were given, and with what
-            ``granularity="auto"`` means.
+        config: the settings, with the ``max_tokens`` and the ``template_date`` that were chosen if
+            none were given, and with what ``granularity="auto"`` means.
         tokenizer: the model's.
         models: actor, critic and reference.
         policy: samples; shares the actor's weights, or gets them from ``weight_sync``.
-        weight_sync: brings the actor's weights to the policy's engine, or to the workers on Ray; ``None`` where they are shared.
+        weight_sync: brings the actor's weights to the policy's engine, or to the workers on Ray;
+            ``None`` where they are shared.
         trainer: the loop.
         checkpoints: where the trainer saves.
         evaluation_env: the environment of evaluations during the run.
@@ -91,10 +92,12 @@ class Run:
     opponent: TurnPolicy | None = None
 
     def begin(self) -> None:
-        """Make ``config.output_dir`` this run's, as ``trainer.train()`` does first: an earlier run there is moved aside.
+        """Make ``config.output_dir`` this run's, as ``trainer.train()`` does first: an earlier run
+        there is moved aside.
 
-        To be called before something is written there; to build a run changes nothing. A second call does nothing. No other
-        process may run there before :meth:`close`, or, where this was not called, before ``trainer.train()`` ends.
+        To be called before something is written there; to build a run changes nothing. A second
+        call does nothing. No other process may run there before :meth:`close`, or, where this was
+        not called, before ``trainer.train()`` ends.
         """
         self.opening.until_close = True
         self.opening.on_start(self.trainer)
@@ -120,11 +123,13 @@ class Run:
         """Save the run to ``path``, in addition to what the trainer saves.
 
         Args:
-            path: the checkpoint's folder. A checkpoint that it held is replaced, once the new one is whole; a folder that
-                holds anything else is refused.
-            lora_only: with LoRA write adapters only; ``False`` adds the actor as one whole model in ``merged/``, which
-                transformers and vLLM load. Without LoRA whole models are written anyway.
-            save_optimizer: save the optimizer and all else that a resume needs; ``False`` writes weights and tokenizer only.
+            path: the checkpoint's folder. A checkpoint that it held is replaced, once the new one
+                is whole; a folder that holds anything else is refused.
+            lora_only: with LoRA write adapters only; ``False`` adds the actor as one whole model in
+                ``merged/``, which transformers and vLLM load. Without LoRA whole models are written
+                anyway.
+            save_optimizer: save the optimizer and all else that a resume needs; ``False`` writes
+                weights and tokenizer only.
 
         Returns:
             The folder.
@@ -143,20 +148,25 @@ class Run:
         overwrite_critic_adapter: bool = False,
         merge_lora_configs: bool = False,
     ) -> None:
-        """Take weights, and the optimizer's state, from a checkpoint; counters and tasks stay (``resume`` is exact).
+        """Take weights, and the optimizer's state, from a checkpoint; counters and tasks stay
+        (``resume`` is exact).
 
-        The settings of the optimizer stay those of this run. A loss or an estimator that keeps a state gets the checkpoint's.
+        The settings of the optimizer stay those of this run. A loss or an estimator that keeps a
+        state gets the checkpoint's.
 
         Args:
             path: what :meth:`save_checkpoint` or the trainer saved.
-            load_optimizer: read the optimizer's state, if the checkpoint has one and its parameters are the ones here.
+            load_optimizer: read the optimizer's state, if the checkpoint has one and its parameters
+                are the ones here.
             overwrite_reference_adapter, overwrite_critic_adapter, merge_lora_configs: see
-                :meth:`~torchrl_llm.modules.ActorCritic.load_pretrained`. Merged adapters begin with a fresh optimizer.
+                :meth:`~torchrl_llm.modules.ActorCritic.load_pretrained`. Merged adapters begin with
+                a fresh optimizer.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or has no optimizer to load, or one of other parameters. Nothing has
-                changed then.
-            ConfigError: adapters would be merged, and there are several processes, which share the old ones.
+            CheckpointError: the checkpoint is damaged, or has no optimizer to load, or one of other
+                parameters. Nothing has changed then.
+            ConfigError: adapters would be merged, and there are several processes, which share the
+                old ones.
         """
         if merge_lora_configs:
             self.trainer.distributed.check_replaceable()
@@ -168,7 +178,8 @@ class Run:
             name for name, read in (("optimizer", load_optimizer), ("loss_state", True)) if read and name in saved
         ]
         states = read_states(path, *wanted)
-        # The settings of the run, which the state of the checkpoint holds too, are those of this one.
+        # The settings of the run, which the state of the checkpoint holds too, are those of this
+        # one.
         optimizer = Optimizer(self.trainer.optimizer, self.trainer.distributed, keep=build.adamw_options(self.config))
         if load_optimizer:
             optimizer.check(states["optimizer"])  # before weights are changed
@@ -192,7 +203,8 @@ class Run:
             self.weight_sync.send()
 
     def close(self) -> None:
-        """Shut collector, environments, engine and loggers down, and release the folder; a second call does nothing.
+        """Shut collector, environments, engine and loggers down, and release the folder; a second
+        call does nothing.
 
         All are closed if one of them fails; then its error is raised.
         """
@@ -208,25 +220,29 @@ def build_run(
     callbacks: Sequence[Callback] = (),
     components: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Build model, environment, policy, collector, buffer, loss, optimizer, loggers and the trainer.
+    """Build model, environment, policy, collector, buffer, loss, optimizer, loggers and the
+    trainer.
 
     Args:
         config: the settings.
-        env: a factory of text environments, for :class:`~torchrl_llm.envs.GEMEnv`, instead of ``config.env_name``.
-        make_env: makes the environments of all streams from the keyword arguments of ``GEMEnv``, such as
-            ``partial(PromptDatasetEnv, splits, reward_fn)``; default ``GEMEnv`` itself. Excludes ``env``.
-        make_loss: makes the loss, ``make_loss(config, models)``, of ``models.actor`` and ``models.critic``;
-            :meth:`RunConfig.loss_options` gives it the loss's settings. Default: :func:`make_objective`.
+        env: a factory of text environments, for :class:`~torchrl_llm.envs.GEMEnv`, instead of
+            ``config.env_name``.
+        make_env: makes the environments of all streams from the keyword arguments of ``GEMEnv``,
+            such as ``partial(PromptDatasetEnv, splits, reward_fn)``; default ``GEMEnv`` itself.
+            Excludes ``env``.
+        make_loss: makes the loss, ``make_loss(config, models)``, of ``models.actor`` and
+            ``models.critic``; :meth:`RunConfig.loss_options` gives it the loss's settings. Default:
+            :func:`make_objective`.
         callbacks: added to the progress bar.
-        components: further objects with ``state_dict`` and ``load_state_dict``, by name: they are saved in the run's
-            checkpoints, and continue with a resumed run.
+        components: further objects with ``state_dict`` and ``load_state_dict``, by name: they are
+            saved in the run's checkpoints, and continue with a resumed run.
 
     Returns:
         A :class:`Run`.
 
     Raises:
-        ConfigError: settings that contradict each other or an earlier run; both ``env`` and ``make_env``; a loss of other
-            networks than ``models``.
+        ConfigError: settings that contradict each other or an earlier run; both ``env`` and
+            ``make_env``; a loss of other networks than ``models``.
         ImportError, RuntimeError: with ``collector="ray"``, Ray is not installed, or not running.
     """
     _check_arguments(config, env, make_env, make_loss)
@@ -255,7 +271,8 @@ def _build(
     opened.callback(folder.close)
     python_parts = names_of_parts(env=env, make_env=make_env, make_loss=make_loss)
     from_python = python_settings(env=env, make_env=make_env, make_loss=make_loss, callbacks=[*callbacks])
-    start = distributed.on_main(lambda: find_start(config, folder, python_parts))  # before the models are loaded
+    # before the models are loaded
+    start = distributed.on_main(lambda: find_start(config, folder, python_parts))
     tokenizer = load_tokenizer(config)
     check_length(config, config.max_model_len)
     check_teacher(config, tokenizer)
@@ -385,7 +402,8 @@ def _recorder(config: RunConfig, tokenizer: Any) -> RolloutRecorder | None:
 
 
 def _check_arguments(config: RunConfig, env: Any, make_env: Any, make_loss: Any) -> None:
-    """Refuse arguments of :func:`build_run` that leave another argument or a setting without effect."""
+    """Refuse arguments of :func:`build_run` that leave another argument or a setting without
+    effect."""
     build.check_environment(config, env, make_env)
     if config.env_weights is not None and make_env is not None:
         raise ConfigError(

@@ -18,16 +18,19 @@ from torchrl_llm.utils.terminal import one_line
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """The files of a run as its report reads them. A run may lack any of them: it still runs, or an older version wrote it.
+    """The files of a run as its report reads them. A run may lack any of them: it still runs, or an
+    older version wrote it.
 
     Attributes:
         folder: the run's.
         info: ``run.json``, see :func:`torchrl_llm.runs.run_info.run_info`; empty without it.
         result: ``result.json``; empty without it, and where the run was resumed since.
         before: ``evaluation_before.json``; empty without it.
-        after: ``evaluation_after.json``; empty without it, and where the result is not that of an end.
+        after: ``evaluation_after.json``; empty without it, and where the result is not that of an
+            end.
         history: the metrics of every iteration that are finite numbers, from ``metrics.csv``.
-        recordings: files of recorded episodes: those before training, of training in order, after training.
+        recordings: files of recorded episodes: those before training, of training in order, after
+            training.
     """
 
     folder: Path
@@ -82,7 +85,8 @@ class RunFiles:
 
 
 def _is_of(result: Mapping[str, Any], info: Mapping[str, Any], history: Sequence[Mapping[str, float]]) -> bool:
-    """Whether a result is that of the run's last start: a run that is resumed has that of its earlier end, perhaps in another setting."""
+    """Whether a result is that of the run's last start: a run that is resumed has that of its
+    earlier end, perhaps in another setting."""
     if result.get("iterations", len(history)) < len(history):
         return False
     said = result.get("started"), info.get("started")  # an earlier version did not say

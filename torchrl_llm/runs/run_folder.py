@@ -1,4 +1,5 @@
-"""The folder of a run: :class:`RunFolder` marks and locks ``output_dir``, and moves an earlier run there aside::
+"""The folder of a run: :class:`RunFolder` marks and locks ``output_dir``, and moves an earlier run
+there aside::
 
     runs/multiturn/
         torchrl_llm.json            the mark
@@ -7,12 +8,12 @@
         checkpoints/  metrics.csv  ...    the run
         previous-1/                 an earlier run, or an abandoned branch; with a mark of its own
 
-Other files stay where they are. Of a run that was moved aside, only files of this library are ever deleted, and only if
-``overwrite`` replaced it and the new run has a whole checkpoint.
+Other files stay where they are. Of a run that was moved aside, only files of this library are ever
+deleted, and only if ``overwrite`` replaced it and the new run has a whole checkpoint.
 
-``checkpoints/`` may be a link to a folder elsewhere. The link stays, and checkpoints that are moved aside stay on their disk, in
-``previous-1/`` of that folder, which ``previous-1/checkpoints`` links to. That folder is locked too, because another run may
-link to it.
+``checkpoints/`` may be a link to a folder elsewhere. The link stays, and checkpoints that are moved
+aside stay on their disk, in ``previous-1/`` of that folder, which ``previous-1/checkpoints`` links
+to. That folder is locked too, because another run may link to it.
 """
 
 from __future__ import annotations
@@ -61,13 +62,16 @@ _FILES = (
     *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", *_TRACKERS[2:]),
     *("config.yaml", "run.json", METRICS, *(f"merged/{name}.json" for name in _MERGED), *_REPORT),
     *("rollouts/*.safetensors", "rollouts/*.md", "rollouts/.*.safetensors*.new", "rollouts/.*.md*.new"),
-    *(f".{name}.*new" for name in (MARK, "config.yaml", "run.json", METRICS, *_REPORT)),  # of writers that were killed
+    # of writers that were killed
+    *(f".{name}.*new" for name in (MARK, "config.yaml", "run.json", METRICS, *_REPORT)),
     *("merged/model*.safetensors", "merged/chat_template.jinja", "merged/run_config.yaml"),
 )
-"""The files in these folders, without those of checkpoints, which list theirs. Other files stay, W&B's own among them."""
+"""The files in these folders, without those of checkpoints, which list theirs. Other files stay,
+W&B's own among them."""
 
 _MOVING, _REPLACED, _KEPT = "moving", "replaced", "kept"
-"""States of a folder beside the run: put back after a crash; deleted when the new run is saved; kept."""
+"""States of a folder beside the run: put back after a crash; deleted when the new run is saved;
+kept."""
 
 
 class RunFolder:
@@ -83,7 +87,8 @@ class RunFolder:
         self._locks: list[FolderLock] = []
 
     def check(self) -> None:
-        """Refuse a folder that another process uses, that cannot be written to, or that holds files of others.
+        """Refuse a folder that another process uses, that cannot be written to, or that holds files
+        of others.
 
         A move that a crash has interrupted is undone.
 
@@ -112,9 +117,11 @@ class RunFolder:
 
     @property
     def _places(self) -> list[Path]:
-        """What belongs to one run at a time: the folder, and that of the checkpoints where another one may link to it too.
+        """What belongs to one run at a time: the folder, and that of the checkpoints where another
+        one may link to it too.
 
-        Checkpoints in the folder of another run, which need not be a link there, belong to that run.
+        Checkpoints in the folder of another run, which need not be a link there, belong to that
+        run.
         """
         link = self.checkpoints.directory
         if not link.is_symlink():
@@ -125,7 +132,8 @@ class RunFolder:
 
     @contextmanager
     def _locked_for_a_look(self, changed: Path | None) -> Iterator[None]:
-        """Inside, the places that a run has locked before are locked, and the one that is changed."""
+        """Inside, the places that a run has locked before are locked, and the one that is
+        changed."""
         with ExitStack() as locks:
             places = [] if self._owner() is not None else self._places
             with suppress(OSError):  # no locks here: open() warns
@@ -148,11 +156,13 @@ class RunFolder:
     def open(self, start: Path | None, steps: int, make_loggers: Callable[[], list[Logger]]) -> list[Logger]:
         """Take the folder for this run: lock it, move an earlier run aside, and open the loggers.
 
-        The lock lasts until :meth:`close`, until this object is deleted, or until the process ends, however it ends.
+        The lock lasts until :meth:`close`, until this object is deleted, or until the process ends,
+        however it ends.
 
         Args:
             start: the checkpoint that the run continues; ``None``: it starts from the beginning.
-            steps: those of ``start``; CSV rows of later steps are dropped, because they are written again.
+            steps: those of ``start``; CSV rows of later steps are dropped, because they are written
+                again.
             make_loggers: if it fails, everything is put back.
 
         Raises:
@@ -167,9 +177,11 @@ class RunFolder:
             raise
 
     def lock(self) -> None:
-        """Lock the folder among processes, or raise ConfigError if another one has it; a second call does nothing.
+        """Lock the folder among processes, or raise ConfigError if another one has it; a second
+        call does nothing.
 
-        A run takes the lock over from an earlier run of its process, which has usually ended, but may not be deleted yet.
+        A run takes the lock over from an earlier run of its process, which has usually ended, but
+        may not be deleted yet.
         """
         owner = self._owner()
         if owner is not None and not all(lock.in_place() for lock in owner._locks):
@@ -200,7 +212,8 @@ class RunFolder:
         return locks
 
     def close(self) -> None:
-        """Release the lock, so that another process can take the folder. A second call does nothing."""
+        """Release the lock, so that another process can take the folder. A second call does
+        nothing."""
         if self._owner() is self:
             del _OPEN[self.path.resolve()]
         for lock in self._locks:
@@ -218,7 +231,8 @@ class RunFolder:
         self.checkpoints.clean()
         if not self.config.overwrite:
             for old in self._asides(_REPLACED):
-                _write_mark(old, _KEPT)  # by a run that did not get far; overwrite is not asked for any more
+                # by a run that did not get far; overwrite is not asked for any more
+                _write_mark(old, _KEPT)
         aside = self._make_room(start)
         try:
             loggers = make_loggers()
@@ -274,7 +288,8 @@ class RunFolder:
         return [path for path in sorted(self.path.glob("previous-*")) if _state(path) == state]
 
     def _move(self, items: Sequence[Path], state: str, why: str) -> Path:
-        """Move ``items`` of the run to a new folder beside it; if they are not all of it, metrics and recordings are copied there."""
+        """Move ``items`` of the run to a new folder beside it; if they are not all of it, metrics
+        and recordings are copied there."""
         found = [path for folder in (self.path, self.checkpoints.directory) for path in folder.glob("previous-*")]
         numbers = [int(path.name[9:]) for path in found if path.name[9:].isdigit()]
         aside = self.path / f"previous-{max(numbers, default=0) + 1}"
@@ -294,9 +309,11 @@ class RunFolder:
         return aside
 
     def _beside(self, aside: Path, items: Sequence[Path]) -> list[Path]:
-        """The items that are renamed to move ``items`` to ``aside``: of ``checkpoints``, if that is a link, those of the run.
+        """The items that are renamed to move ``items`` to ``aside``: of ``checkpoints``, if that is
+        a link, those of the run.
 
-        A link that is moved would point elsewhere, if it is relative, and the new run would save here instead of behind it.
+        A link that is moved would point elsewhere, if it is relative, and the new run would save
+        here instead of behind it.
         """
         link = self.checkpoints.directory
         if not link.is_symlink():
@@ -333,9 +350,11 @@ class RunFolder:
             aside.rmdir()
 
     def _discard(self, folder: Path) -> list[str]:
-        """Delete the files of a run in ``folder``, this one or one aside, and return the names of those left.
+        """Delete the files of a run in ``folder``, this one or one aside, and return the names of
+        those left.
 
-        Behind a link only checkpoints are deleted, and only where this run's link, or that of :meth:`_beside`, points to.
+        Behind a link only checkpoints are deleted, and only where this run's link, or that of
+        :meth:`_beside`, points to.
         """
         for file in [file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()]:
             file.unlink()

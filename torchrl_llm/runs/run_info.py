@@ -26,12 +26,14 @@ def run_info(
     Args:
         config: the settings.
         loss: the run's; default: that of the settings.
-        given: what it was given in Python (:func:`~torchrl_llm.runs.effective_settings.python_settings`); default nothing.
+        given: what it was given in Python
+            (:func:`~torchrl_llm.runs.effective_settings.python_settings`); default nothing.
 
     Returns:
         What JSON has: ``"started"``, ``"title"``, ``"settings"`` (name -> value as text, of
-        :func:`~torchrl_llm.runs.effective_settings.effective_settings` and ``given``), ``"changed"`` (those that are not the
-        defaults: name -> value and default as text), ``"seed"``, ``"environment"`` (versions, threads, revision) and ``"machine"``.
+        :func:`~torchrl_llm.runs.effective_settings.effective_settings` and ``given``),
+        ``"changed"`` (those that are not the defaults: name -> value and default as text),
+        ``"seed"``, ``"environment"`` (versions, threads, revision) and ``"machine"``.
 
     Examples:
         >>> run_info(RunConfig(seed=3, batch_size=8))["changed"]

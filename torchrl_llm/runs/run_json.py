@@ -1,4 +1,5 @@
-"""The JSON files of a run as its report and comparisons read them, which may be a stranger's: :func:`read_json`."""
+"""The JSON files of a run as its report and comparisons read them, which may be a stranger's:
+:func:`read_json`."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ from torchrl_llm.utils.terminal import one_line
 
 
 def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The content of one of the files; empty without it. Texts are on one line, and steer no terminal.
+    """The content of one of the files; empty without it. Texts are on one line, and steer no
+    terminal.
 
     Args:
         path: the file, ``run.json``, ``result.json`` or that of an evaluation.
-        problems: gets what could not be read, and entries that are of another kind than a run writes. These are left out.
+        problems: gets what could not be read, and entries that are of another kind than a run
+            writes. These are left out.
     """
     if not path.exists():
         return {}
@@ -93,7 +96,8 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "environment": _is_environment,
     "machine|environments": lambda value: isinstance(value, Mapping),
 }
-"""Names of entries, as patterns, and whether a value is of the kind that runs write. Any other entry is shown as text, if at all."""
+"""Names of entries, as patterns, and whether a value is of the kind that runs write. Any other
+entry is shown as text, if at all."""
 
 
 def _fits(name: str, value: Any) -> bool:

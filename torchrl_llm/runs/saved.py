@@ -1,7 +1,9 @@
-"""Trained models in folders, read for use and not for training: :func:`find_saved_model`, :func:`load_saved_model`.
+"""Trained models in folders, read for use and not for training: :func:`find_saved_model`,
+:func:`load_saved_model`.
 
-A run is continued from its checkpoint by :mod:`torchrl_llm.runs.checkpoint`. Here only the actor is loaded, with the
-settings that it was trained with, from what runs, exports or transformers have written.
+A run is continued from its checkpoint by :mod:`torchrl_llm.runs.checkpoint`. Here only the actor is
+loaded, with the settings that it was trained with, from what runs, exports or transformers have
+written.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ SETTINGS = "run_config.yaml"
 """The settings of its run in the folder of an exported model, and in a run's own ``merged``."""
 
 USED = (
-    *(name for name in names_of(EnvConfig) if name != "adaptive_mixture"),  # of training, as it learns from results
+    # of training, as it learns from results
+    *(name for name in names_of(EnvConfig) if name != "adaptive_mixture"),
     *(*names_of(SamplingSettings), "seed", "dtype", "device", "attn_implementation", "trust_remote_code"),
     *("quantization", "step_timeout", "env_threads", "max_faults"),
 )
@@ -46,7 +49,8 @@ OF_THE_MODEL = (
 )
 """Those of :data:`USED` that are left where it only samples, without an environment."""
 
-# The device is of another machine, perhaps, and code that comes with a model is run where somebody says so.
+# The device is of another machine, perhaps, and code that comes with a model is run where somebody
+# says so.
 _NOT_KEPT = ("device", "trust_remote_code")
 
 
@@ -56,7 +60,8 @@ class SavedModel:
 
     Attributes:
         path: the checkpoint, or the folder of the model.
-        weights: the folder with an adapter in PEFT's format, or with a whole model in transformers'.
+        weights: the folder with an adapter in PEFT's format, or with a whole model in
+            transformers'.
         tokenizer: the folder with the tokenizer; ``None``: an adapter has that of its base.
         settings: those of the run that trained it, as JSON has them; empty: not known.
         metadata: of a checkpoint: iteration, turns, success rate, versions; empty otherwise.
@@ -74,24 +79,28 @@ class SavedModel:
         return weights.holds_adapter(self.weights)
 
     def config(self, *, only_model: bool = False, **changes: Any) -> RunConfig:
-        """The settings to use the model with: those of its run, as far as they are not about training.
+        """The settings to use the model with: those of its run, as far as they are not about
+        training.
 
-        Settings that would import, connect to or execute something are kept of no folder (:mod:`torchrl_llm.runs.trust`).
+        Settings that would import, connect to or execute something are kept of no folder
+        (:mod:`torchrl_llm.runs.trust`).
 
         Args:
             only_model: keep no settings of environments (:data:`OF_THE_MODEL`).
-            changes: settings of :data:`USED` that are to differ; and ``model_path``, for the base of an adapter.
+            changes: settings of :data:`USED` that are to differ; and ``model_path``, for the base
+                of an adapter.
 
         Raises:
-            ConfigError: they contradict each other, ``model_path`` is given for a whole model, or the folder asks for what only
-                ``changes`` may ask for.
+            ConfigError: they contradict each other, ``model_path`` is given for a whole model, or
+                the folder asks for what only ``changes`` may ask for.
         """
         # The players of a game of self-play are a group, and batches and slots hold whole groups.
         game = ("group_size", "batch_size") if self.settings.get("collector") == "self_play" else ()
         names = OF_THE_MODEL if only_model else (*USED, "collector", *game)
         kept = {name: self.settings[name] for name in names if name in self.settings and name not in changes}
         kept = {name: value for name, value in kept.items() if name not in _NOT_KEPT}
-        if kept.get("attn_implementation") not in ATTENTION:  # of updates beside a vLLM engine: models sample here
+        # of updates beside a vLLM engine: models sample here
+        if kept.get("attn_implementation") not in ATTENTION:
             kept.pop("attn_implementation", None)
         if "model_path" in changes and not self.is_adapter:
             raise ConfigError(f"model_path does nothing with {self.path}, which holds a whole model: leave it out.")
@@ -116,9 +125,10 @@ def find_saved_model(path: str | Path) -> SavedModel:
     """The trained model in a folder.
 
     Args:
-        path: a run's folder (its newest checkpoint counts), a checkpoint, or a folder with a model or an adapter, such as an
-            export or a run's ``merged``. ``"tiny"`` is the small model of the package, ``"smollm2"``
-            :func:`SmolLM2-135M-Instruct <torchrl_llm.runs.smollm2.smollm2_model_path>`.
+        path: a run's folder (its newest checkpoint counts), a checkpoint, or a folder with a model
+            or an adapter, such as an export or a run's ``merged``. ``"tiny"`` is the small model of
+            the package, ``"smollm2"`` :func:`SmolLM2-135M-Instruct
+            <torchrl_llm.runs.smollm2.smollm2_model_path>`.
 
     Raises:
         ConfigError: there is none.
@@ -159,7 +169,8 @@ def find_saved_model(path: str | Path) -> SavedModel:
 
 
 def _checked(settings: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The settings of a checkpoint. :class:`RunConfig` checks those that it is used with; here are those that are shown."""
+    """The settings of a checkpoint. :class:`RunConfig` checks those that it is used with; here are
+    those that are shown."""
     options, missing = options_of(RunConfig), RunConfig().as_json()
     for name in ("algo", "lora_r", "model_path", "env_name", "final_episodes", "evaluation_episodes"):
         check_value(f"{path}: {name}", settings.get(name, missing[name]), options[name].hint)
@@ -167,7 +178,8 @@ def _checked(settings: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
 
 
 def for_run(config: RunConfig) -> dict[str, Any]:
-    """The settings of a run that hold for each model that it loads beside its own, whatever that one was trained with."""
+    """The settings of a run that hold for each model that it loads beside its own, whatever that
+    one was trained with."""
     attention = {"attn_implementation": config.attn_implementation} if config.attn_implementation in ATTENTION else {}
     return {"device": config.device, "trust_remote_code": config.trust_remote_code, **attention}
 
@@ -177,8 +189,8 @@ def settings_for_use(settings: Mapping[str, Any], *, env_from_python: bool) -> d
 
     Args:
         settings: as JSON has them.
-        env_from_python: its environment was given as an object; then ``env_name`` says so, because the label alone would name
-            another environment, or the default one.
+        env_from_python: its environment was given as an object; then ``env_name`` says so, because
+            the label alone would name another environment, or the default one.
     """
     names = settings["env_name"]
     label = f"python:{names if isinstance(names, str) else ','.join(names)}"
@@ -186,7 +198,8 @@ def settings_for_use(settings: Mapping[str, Any], *, env_from_python: bool) -> d
 
 
 def write_settings_beside(settings: Mapping[str, Any], folder: Path) -> None:
-    """Write the settings of a run into the folder of its model, without those about how it was run."""
+    """Write the settings of a run into the folder of its model, without those about how it was
+    run."""
     write_settings({name: value for name, value in settings.items() if name not in HOW_TO_RUN}, folder / SETTINGS)
 
 
@@ -201,7 +214,8 @@ register_env_family("python", _from_python)
 
 
 def _tokenizer_beside(path: Path) -> Path | None:
-    """The folder of the tokenizer of a model; ``None`` for an adapter that was saved without one."""
+    """The folder of the tokenizer of a model; ``None`` for an adapter that was saved without
+    one."""
     adapter_alone = weights.holds_adapter(path) and not any(path.glob("tokenizer*"))
     return None if adapter_alone else path
 
@@ -209,7 +223,8 @@ def _tokenizer_beside(path: Path) -> Path | None:
 def _settings_beside(path: Path) -> dict[str, Any]:
     """The settings of the run that an exported model is of."""
     file = path / SETTINGS
-    # No RunConfig is made of them: it would import the estimator that they name, and the folder may be a stranger's.
+    # No RunConfig is made of them: it would import the estimator that they name, and the folder may
+    # be a stranger's.
     return {**RunConfig().as_json(), **dict(read_settings(file, options_of(RunConfig)))} if file.is_file() else {}
 
 
@@ -248,7 +263,8 @@ def environment_of(
     Args:
         config: the settings.
         tokenizer: the model's; ``None``: it is loaded.
-        env, make_env: what :func:`~torchrl_llm.runs.build_run` got, for a run whose environment was given in Python.
+        env, make_env: what :func:`~torchrl_llm.runs.build_run` got, for a run whose environment was
+            given in Python.
 
     Raises:
         UnknownEnvironmentError: it was given in Python, and is not given here.
@@ -260,7 +276,8 @@ def environment_of(
 
 
 def positions(config: RunConfig) -> int:
-    """The tokens that the model of the settings has positions for; where it does not say, ``config.max_model_len``."""
+    """The tokens that the model of the settings has positions for; where it does not say,
+    ``config.max_model_len``."""
     most = max_positions(load_model_config(config).get_text_config())
     return config.max_model_len if math.isinf(most) else int(most)
 
@@ -289,7 +306,8 @@ def load_saved_model(saved: SavedModel, config: RunConfig) -> LoadedModel:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Inside, what other packages raise of files that are damaged or of another kind is an error of these files.
+    """Inside, what other packages raise of files that are damaged or of another kind is an error of
+    these files.
 
     Raises:
         WeightsError: the message names the folder ``path``.

@@ -1,4 +1,5 @@
-"""The settings of a run described: by part for ``--help``, and as a JSON schema for editors and checks of YAML files."""
+"""The settings of a run described: by part for ``--help``, and as a JSON schema for editors and
+checks of YAML files."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def settings_by_part() -> dict[str, tuple[str, ...]]:
     """
     parts: dict[str, tuple[str, ...]] = {}
     for part in reversed(RunConfig.__mro__):
-        # Named tuples and other bases own no settings; a part that inherits another has its own fields only here.
+        # Named tuples and other bases own no settings; a part that inherits another has its own
+        # fields only here.
         own = tuple(name for name in vars(part).get("__annotations__", {}) if name in options_of(RunConfig))
         if own:
             title = plain(inspect.getdoc(part) or "").partition("\n")[0].partition(". ")[0].rstrip(".")
@@ -42,9 +44,11 @@ def settings_by_part() -> dict[str, tuple[str, ...]]:
 
 
 def settings_schema() -> dict[str, Any]:
-    """The JSON schema (draft 7) of a YAML file of settings: types, ranges, choices, defaults and meanings.
+    """The JSON schema (draft 7) of a YAML file of settings: types, ranges, choices, defaults and
+    meanings.
 
-    Rules about two settings together are :class:`~torchrl_llm.runs.RunConfig`'s; a schema does not have them.
+    Rules about two settings together are :class:`~torchrl_llm.runs.RunConfig`'s; a schema does not
+    have them.
 
     Examples:
         >>> settings_schema()["properties"]["epochs"]

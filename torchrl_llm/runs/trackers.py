@@ -1,4 +1,5 @@
-"""Where a run's metrics go: one table, CSV files and trackers; and what a resumed run writes again."""
+"""Where a run's metrics go: one table, CSV files and trackers; and what a resumed run writes
+again."""
 
 from __future__ import annotations
 
@@ -23,11 +24,12 @@ _SERVICE_WAIT = 300.0
 
 
 class MetricsTable(Callback):
-    """Writes the metrics of a run to one CSV file, a row for each iteration and a column for each metric.
+    """Writes the metrics of a run to one CSV file, a row for each iteration and a column for each
+    metric.
 
-    A row is appended. A metric that appears later gets the next column: then the file is written again, whole or not at all,
-    which few iterations do. A resumed run begins with the rows that its checkpoint knows of, so that it ends with the file of a
-    run that never stopped.
+    A row is appended. A metric that appears later gets the next column: then the file is written
+    again, whole or not at all, which few iterations do. A resumed run begins with the rows that its
+    checkpoint knows of, so that it ends with the file of a run that never stopped.
 
     Args:
         path: the file, see :mod:`torchrl_llm.runs.table`.
@@ -70,8 +72,9 @@ def make_loggers(config: RunConfig) -> list[Logger]:
     if config.tensorboard:
         loggers.append(get_logger("tensorboard", str(where), "tensorboard"))
     if config.wandb:
-        # W&B gives up a run whose service has not started after 30 s, which a busy machine needs now and then. It reads how long to
-        # wait from this variable alone: the service belongs to the process, not to the run.
+        # W&B gives up a run whose service has not started after 30 s, which a busy machine needs
+        # now and then. It reads how long to wait from this variable alone: the service belongs to
+        # the process, not to the run.
         os.environ.setdefault("WANDB__SERVICE_WAIT", str(_SERVICE_WAIT))
         # "allow" continues the run of this id, or begins it.
         kwargs = {"project": config.wandb_project, "id": _drawn_id(where / "wandb_id"), "resume": "allow"}
@@ -100,9 +103,11 @@ class TrackioRun(TrackioLogger):
 
 
 def rewind_tensorboard(target: Logger, steps: int) -> None:
-    """Tell TensorBoard to drop what it has after ``steps``: the resumed run writes it again. Other loggers stay as they are."""
+    """Tell TensorBoard to drop what it has after ``steps``: the resumed run writes it again. Other
+    loggers stay as they are."""
     if isinstance(target, TensorboardLogger):
-        # An event file is only appended to; a session that starts at a step hides what was logged after it.
+        # An event file is only appended to; a session that starts at a step hides what was logged
+        # after it.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         start = SessionLog(status=SessionLog.START)
@@ -110,7 +115,8 @@ def rewind_tensorboard(target: Logger, steps: int) -> None:
 
 
 def _drawn_id(path: Path) -> str:
-    """The run's id in a tracker, drawn once and kept in its folder: a resumed run continues there."""
+    """The run's id in a tracker, drawn once and kept in its folder: a resumed run continues
+    there."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, uuid.uuid4().hex[:8])
@@ -118,7 +124,8 @@ def _drawn_id(path: Path) -> str:
 
 
 def rewind_csv(directory: str | Path, steps: int) -> None:
-    """Drop the rows that TorchRL's ``CSVLogger`` wrote after ``steps``: the resumed run writes them again.
+    """Drop the rows that TorchRL's ``CSVLogger`` wrote after ``steps``: the resumed run writes them
+    again.
 
     Args:
         directory: the logger's folder; its ``scalars/**/*.csv`` have lines ``step,value``.

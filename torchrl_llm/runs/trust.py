@@ -1,7 +1,9 @@
-"""What the settings of a folder may ask for, and what only its user may: :func:`check_kept`, :func:`check_episodes`, :func:`check_base`.
+"""What the settings of a folder may ask for, and what only its user may: :func:`check_kept`,
+:func:`check_episodes`, :func:`check_base`.
 
-The settings that lie beside a model may be a stranger's. Nothing is imported, connected to or executed because a folder says so:
-the user of the folder has to give the setting that names it. A folder is nobody's own, wherever it lies.
+The settings that lie beside a model may be a stranger's. Nothing is imported, connected to or
+executed because a folder says so: the user of the folder has to give the setting that names it. A
+folder is nobody's own, wherever it lies.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from torchrl_llm.runs.settings import is_template
 from torchrl_llm.runs.sources import MODELS
 from torchrl_llm.utils.options import ConfigError
 
-# GEM's games and the worlds of this package compute, and no more. Of GEM's other families, code: and several of rg: execute what
-# the model answers, and the rest load data sets of a hub. python: only says that an environment has to be given.
+# GEM's games and the worlds of this package compute, and no more. Of GEM's other families, code:
+# and several of rg: execute what the model answers, and the rest load data sets of a hub. python:
+# only says that an environment has to be given.
 _COMPUTE = ("game", "world", "python")
 # Sizes far above all that are of use. Larger ones fill the memory, or end in days.
 _MOST = {
@@ -35,7 +38,8 @@ _NO_VALUES: tuple[Any, ...] = (None, {}, [])
 
 
 def check_kept(settings: Mapping[str, Any], folder: Path) -> None:
-    """Refuse settings of a folder that would import, connect to or execute something, or that are larger than machines are.
+    """Refuse settings of a folder that would import, connect to or execute something, or that are
+    larger than machines are.
 
     Args:
         settings: those that the folder has, and that its user has not given.
@@ -69,7 +73,8 @@ def _asked(settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]
             what = f"the environment {name!r}, which may import, connect to or execute something"
             yield what, ("env_name", "env_weights", "env_options")
     opponent = settings.get("opponent")
-    # A scripted player of the package has no colon, and a path leads to files that are read as data.
+    # A scripted player of the package has no colon, and a path leads to files that are read as
+    # data.
     if isinstance(opponent, str) and ":" in opponent and not Path(opponent).expanduser().exists():
         yield f"the opponent {opponent!r}, which is imported and called", ("opponent",)
     template = settings.get("chat_template")
@@ -102,7 +107,8 @@ def _as_word(value: Any) -> str:
 
 
 def check_base(model: Any, folder: Path) -> None:
-    """Refuse to fetch the base model that an adapter's folder names; one that is on this machine is taken.
+    """Refuse to fetch the base model that an adapter's folder names; one that is on this machine is
+    taken.
 
     Args:
         model: what the folder names.

@@ -1,4 +1,5 @@
-"""What is wrong with settings that contradict each other, and what to do: of self-play and of episodes that are continued.
+"""What is wrong with settings that contradict each other, and what to do: of self-play and of
+episodes that are continued.
 
 Settings that merely do nothing are in :mod:`torchrl_llm.runs.idle_settings`.
 """
@@ -14,7 +15,8 @@ from torchrl_llm.runs.loss_settings import LOSSES
 
 
 def missing_extras(estimator: Any, kinds: Mapping[str, type]) -> Iterator[str]:
-    """What is wrong with the extras that an estimator reads and its environment does not declare, and what to do.
+    """What is wrong with the extras that an estimator reads and its environment does not declare,
+    and what to do.
 
     Args:
         estimator: of the run.
@@ -39,7 +41,8 @@ def missing_extras(estimator: Any, kinds: Mapping[str, type]) -> Iterator[str]:
 
 
 def idle_kl(config: Any, loss: TurnPolicyLoss) -> Iterator[str]:
-    """What is wrong with a reference that is what the actor is wherever the KL is read, and what to do.
+    """What is wrong with a reference that is what the actor is wherever the KL is read, and what to
+    do.
 
     Args:
         config: of the run.

@@ -1,17 +1,20 @@
-"""Worlds that tell credit estimators apart, each by one property, with exact values (:mod:`~torchrl_llm.testing.tabular`).
+"""Worlds that tell credit estimators apart, each by one property, with exact values
+(:mod:`~torchrl_llm.testing.tabular`).
 
-- :class:`DelayedReward`: one decision, paid many turns later. It separates Monte-Carlo returns from bootstrapped values (small lambda, an
-  untrained critic), for with nothing in between a return has no noise to trade for.
-- :class:`DistractingRewards`: luck on every turn, whatever is answered. It separates credit per turn, which leaves out the luck of earlier
-  turns, from credit per episode, and a critic with small lambda, which leaves out that of later turns, from both.
-- :class:`Stairs`: states that are revisited, at different turns. It separates comparison within a state from comparison within a turn, where
-  answers to different questions are compared.
-- :class:`TruncationTrap`: episodes that are cut off before the reward. It separates estimators that bootstrap after a truncated turn from those
-  that count 0 there and learn to settle for less.
+- :class:`DelayedReward`: one decision, paid many turns later. It separates Monte-Carlo returns from
+  bootstrapped values (small lambda, an untrained critic), for with nothing in between a return has
+  no noise to trade for.
+- :class:`DistractingRewards`: luck on every turn, whatever is answered. It separates credit per
+  turn, which leaves out the luck of earlier turns, from credit per episode, and a critic with small
+  lambda, which leaves out that of later turns, from both.
+- :class:`Stairs`: states that are revisited, at different turns. It separates comparison within a
+  state from comparison within a turn, where answers to different questions are compared.
+- :class:`TruncationTrap`: episodes that are cut off before the reward. It separates estimators that
+  bootstrap after a truncated turn from those that count 0 there and learn to settle for less.
 
-``EarlyDecision`` (:mod:`~torchrl_llm.testing.environments`) is of this family too: a late reward behind luck. Answers are single words, and
-any other text is an illegal answer that pays -0.1. The models that play them begin with random weights and learn in under a minute of
-one CPU core.
+``EarlyDecision`` (:mod:`~torchrl_llm.testing.environments`) is of this family too: a late reward
+behind luck. Answers are single words, and any other text is an illegal answer that pays -0.1. The
+models that play them begin with random weights and learn in under a minute of one CPU core.
 """
 
 from __future__ import annotations
@@ -55,18 +58,21 @@ class Packed(NamedTuple):
 class DelayedReward(TabularWorld):
     """The first of several turns decides, and the last one pays.
 
-    The first message shows the weather, and one of four things is right for it. Then come ``delay`` turns in which any of the things will
-    do. The last of them pays 1 if the first answer was right. An illegal answer pays -0.1 and counts as wrong in the first turn.
+    The first message shows the weather, and one of four things is right for it. Then come ``delay``
+    turns in which any of the things will do. The last of them pays 1 if the first answer was right.
+    An illegal answer pays -0.1 and counts as wrong in the first turn.
 
-    It separates Monte-Carlo returns from bootstrapped values. At :math:`\\gamma = 1` every turn of an episode has the same return, so
-    credit per turn and per episode are the same: a control. What differs is how soon the reward reaches the first turn: at
-    once by a return, and through ``delay`` values of a critic by a small :math:`\\lambda`.
+    It separates Monte-Carlo returns from bootstrapped values. At :math:`\\gamma = 1` every turn of
+    an episode has the same return, so credit per turn and per episode are the same: a control. What
+    differs is how soon the reward reaches the first turn: at once by a return, and through
+    ``delay`` values of a critic by a small :math:`\\lambda`.
 
     Args:
         delay: turns between the decision and its reward, which the last of them brings. Default 6.
 
     Attributes:
-        WORDS: every word of messages and answers, for :func:`~torchrl_llm.testing.tokenizers.word_tokenizer`.
+        WORDS: every word of messages and answers, for
+            :func:`~torchrl_llm.testing.tokenizers.word_tokenizer`.
         tasks: the states that an episode can start in, each as likely: the four weathers.
 
     Examples:
@@ -105,21 +111,26 @@ class DelayedReward(TabularWorld):
 
 
 class DistractingRewards(TabularWorld):
-    """Every turn asks a question of its own, and pays luck on top that has nothing to do with the answer.
+    """Every turn asks a question of its own, and pays luck on top that has nothing to do with the
+    answer.
 
-    A turn shows the weather, drawn independently; the thing that is right for it pays ``1 / turns``. Beside that every turn pays
-    ``noise`` or ``-noise``, as likely, whatever was answered. An episode is a success if all answers were right.
+    A turn shows the weather, drawn independently; the thing that is right for it pays
+    ``1 / turns``. Beside that every turn pays ``noise`` or ``-noise``, as likely, whatever was
+    answered. An episode is a success if all answers were right.
 
-    It separates credit per turn from credit per episode. The return of the episode holds the luck of all turns, the return from a turn
-    on that of the later ones, and a temporal difference with the exact values that of the turn alone: the variance of an
-    advantage is ``turns * noise**2``, half of that on average, or ``noise**2``.
+    It separates credit per turn from credit per episode. The return of the episode holds the luck
+    of all turns, the return from a turn on that of the later ones, and a temporal difference with
+    the exact values that of the turn alone: the variance of an advantage is ``turns * noise**2``,
+    half of that on average, or ``noise**2``.
 
     Args:
         turns: of an episode. Default 5.
-        noise: what luck pays or costs in each turn. Default 0.5, more than twice what a right answer pays.
+        noise: what luck pays or costs in each turn. Default 0.5, more than twice what a right
+            answer pays.
 
     Attributes:
-        WORDS: every word of messages and answers, for :func:`~torchrl_llm.testing.tokenizers.word_tokenizer`.
+        WORDS: every word of messages and answers, for
+            :func:`~torchrl_llm.testing.tokenizers.word_tokenizer`.
         tasks: the states that an episode can start in, each as likely: the four weathers.
 
     Examples:
@@ -177,22 +188,26 @@ class Landing(NamedTuple):
 class Stairs(TabularWorld):
     """Climb to the top: each floor has a right thing, and a wrong one leads a floor down.
 
-    A message shows the floor by its number. On floor ``i`` one of four things is right (the things in their order, over and over): it
-    leads a floor up, any other thing a floor down, from the lowest one nowhere. An illegal answer costs its turn and 0.1.
-    Reaching the top pays 1 and is a success; when the turns are used up the episode is over.
+    A message shows the floor by its number. On floor ``i`` one of four things is right (the things
+    in their order, over and over): it leads a floor up, any other thing a floor down, from the
+    lowest one nowhere. An illegal answer costs its turn and 0.1. Reaching the top pays 1 and is a
+    success; when the turns are used up the episode is over.
 
-    It separates comparison within a state from comparison within a turn. After a few answers the episodes of a group stand on different
-    floors, so that their returns from the same turn on tell where they stand and not what they answered; but
-    each floor is visited many times. The ``state`` that it declares is the floor, without the turns that are left.
+    It separates comparison within a state from comparison within a turn. After a few answers the
+    episodes of a group stand on different floors, so that their returns from the same turn on tell
+    where they stand and not what they answered; but each floor is visited many times. The ``state``
+    that it declares is the floor, without the turns that are left.
 
     Args:
         height: floors below the top. Default 4.
         turns: allowed. Default 10.
-        alike: whether later messages say only whether the floor's number is even or odd, so that states look alike in which different
-            things are right, and the player has to remember its way (aliasing). Default False.
+        alike: whether later messages say only whether the floor's number is even or odd, so that
+            states look alike in which different things are right, and the player has to remember
+            its way (aliasing). Default False.
 
     Attributes:
-        WORDS: every word of messages and answers, for :func:`~torchrl_llm.testing.tokenizers.word_tokenizer`.
+        WORDS: every word of messages and answers, for
+            :func:`~torchrl_llm.testing.tokenizers.word_tokenizer`.
         tasks: the states that an episode can start in, each as likely: every floor.
 
     Examples:
@@ -248,22 +263,26 @@ class Stairs(TabularWorld):
 class TruncationTrap(TabularWorld):
     """Walk on for 1, or settle for less at once; but an episode may be cut off on the way.
 
-    A message shows how far the goal is. ``go`` leads one step nearer, and pays 1 on arrival, which is a success. ``stop`` pays
-    ``settle`` and ends the episode. So does an illegal answer, which pays -0.1. Every episode is cut off after ``limit`` turns, as by
-    a budget of ours: truncated, not terminated. Starts that are farther than that never see the goal.
+    A message shows how far the goal is. ``go`` leads one step nearer, and pays 1 on arrival, which
+    is a success. ``stop`` pays ``settle`` and ends the episode. So does an illegal answer, which
+    pays -0.1. Every episode is cut off after ``limit`` turns, as by a budget of ours: truncated,
+    not terminated. Starts that are farther than that never see the goal.
 
-    It separates estimators that bootstrap after a truncated turn from those that count 0 there. Going on is always best: it
-    returns 1. Who counts 0 for what was cut off learns to stop wherever the goal is farther than the limit; a critic knows from the
-    nearer starts what the place is worth where the episode was cut off. What is computed exactly (:func:`~torchrl_llm.testing.tabular.policy_values`,
-    the regret) is the episode that goes on.
+    It separates estimators that bootstrap after a truncated turn from those that count 0 there.
+    Going on is always best: it returns 1. Who counts 0 for what was cut off learns to stop wherever
+    the goal is farther than the limit; a critic knows from the nearer starts what the place is
+    worth where the episode was cut off. What is computed exactly
+    (:func:`~torchrl_llm.testing.tabular.policy_values`, the regret) is the episode that goes on.
 
     Args:
         farthest: distance of the farthest start, at most 9. Default 6.
         settle: what stopping pays, between 0 and 1. Default 0.5.
-        limit: turns after which an episode is cut off; ``None``: never, which shows what a policy is worth. Default 3.
+        limit: turns after which an episode is cut off; ``None``: never, which shows what a policy
+            is worth. Default 3.
 
     Attributes:
-        WORDS: every word of messages and answers, for :func:`~torchrl_llm.testing.tokenizers.word_tokenizer`.
+        WORDS: every word of messages and answers, for
+            :func:`~torchrl_llm.testing.tokenizers.word_tokenizer`.
         tasks: the states that an episode can start in, each as likely: distances from 1 on.
 
     Examples:
@@ -304,7 +323,8 @@ CREDIT_WORLDS: dict[str, Any] = {
     "stairs": Stairs,
     "truncation-trap": TruncationTrap,
 }
-"""The worlds by the names of their ids, such as ``"world:stairs"``; options go to their constructors."""
+"""The worlds by the names of their ids, such as ``"world:stairs"``; options go to their
+constructors."""
 
 
 def optimal_success(world: OutcomeTable) -> float:

@@ -1,9 +1,10 @@
 """A language environment small enough to list every episode: :class:`EnumerableMDP`.
 
-With all episodes and their probabilities known, expectations are sums, not samples: the true policy gradient,
-the value of every state, and the gradient that a loss gives on average over all batches are exact, in float64. Whether
-a loss is unbiased is then a comparison of two vectors. The language model is real (a GPT-2 of transformers), and so
-are the scorer, the estimator and the loss; only the sampling is replaced by summing.
+With all episodes and their probabilities known, expectations are sums, not samples: the true policy
+gradient, the value of every state, and the gradient that a loss gives on average over all batches
+are exact, in float64. Whether a loss is unbiased is then a comparison of two vectors. The language
+model is real (a GPT-2 of transformers), and so are the scorer, the estimator and the loss; only the
+sampling is replaced by summing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Step:
     Attributes:
         reward: of the last turn; unused at the start.
         feedback: the token ids that the game appends to the context; at the start, the prompt.
-        limit: most tokens of the next turn; 0 is a turn without an action; ``None``: the game is over.
+        limit: most tokens of the next turn; 0 is a turn without an action; ``None``: the game is
+            over.
     """
 
     reward: float
@@ -49,7 +51,8 @@ class Step:
 
 
 Game = Callable[[int, tuple[Response, ...]], Step]
-"""Maps the task and the responses so far to a :class:`Step`; a pure function, so that every episode can be listed."""
+"""Maps the task and the responses so far to a :class:`Step`; a pure function, so that every episode
+can be listed."""
 
 _LIMITS = (
     {"": 1, "a": 2, "b": 0, "a aa": 1, "a ab": 1, "a ba": 1, "a bb": 1, "b ": 1},
@@ -58,10 +61,11 @@ _LIMITS = (
 
 
 def small_talk(task: int, responses: tuple[Response, ...]) -> Step:
-    """A game of two tasks and 44 episodes: up to three turns of 0, 1 or 2 tokens, a reward on every turn.
+    """A game of two tasks and 44 episodes: up to three turns of 0, 1 or 2 tokens, a reward on every
+    turn.
 
-    Most episodes end early. A reward depends on the task, the turn, its tokens, and on whether it begins like the
-    turn before.
+    Most episodes end early. A reward depends on the task, the turn, its tokens, and on whether it
+    begins like the turn before.
 
     Examples:
         >>> small_talk(0, ())
@@ -90,7 +94,8 @@ def tiny_lm(seed: int, *, vocabulary: int = 3, scale: float = 0.5) -> GPT2LMHead
     Args:
         seed: of its weights; the global random state is left alone.
         vocabulary: number of tokens.
-        scale: standard deviation of the weights; at the default its probabilities are far from uniform.
+        scale: standard deviation of the weights; at the default its probabilities are far from
+            uniform.
 
     Examples:
         >>> tiny_lm(0)(torch.tensor([[0, 1, 2]])).logits.dtype
@@ -121,10 +126,11 @@ def tiny_lm(seed: int, *, vocabulary: int = 3, scale: float = 0.5) -> GPT2LMHead
 
 @torch.no_grad()
 def make_dyadic(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
-    """Set ``model`` so that in every context token i has probability 2^-(i+1) (the last one, the same as the one before).
+    """Set ``model`` so that in every context token i has probability 2^-(i+1) (the last one, the
+    same as the one before).
 
-    Every episode then occurs an integer number of times in a batch of 2^k, see :meth:`EnumerableMDP.population`. The
-    gradient still depends on the context.
+    Every episode then occurs an integer number of times in a batch of 2^k, see
+    :meth:`EnumerableMDP.population`. The gradient still depends on the context.
 
     Examples:
         >>> make_dyadic(tiny_lm(0))(torch.tensor([[0, 1]])).logits.softmax(-1)
@@ -140,7 +146,8 @@ def make_dyadic(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
 
 
 def flat_gradient(objective: Tensor, module: nn.Module) -> Tensor:
-    """Gradient ``[P]`` of a scalar for all parameters of ``module``, in their order; 0 where it does not depend on them."""
+    """Gradient ``[P]`` of a scalar for all parameters of ``module``, in their order; 0 where it
+    does not depend on them."""
     gradients = torch.autograd.grad(objective, list(module.parameters()), allow_unused=True, materialize_grads=True)
     return torch.cat([gradient.flatten() for gradient in gradients])
 
@@ -166,7 +173,8 @@ def relative_error(gradient: Tensor, truth: Tensor) -> float:
 
 
 def batch_gradient(loss_module: TurnPolicyLoss, batch: TensorDictBase) -> Tensor:
-    """What one optimizer step climbs: minus the gradient ``[P]`` of the loss for the actor, on one whole batch.
+    """What one optimizer step climbs: minus the gradient ``[P]`` of the loss for the actor, on one
+    whole batch.
 
     Args:
         loss_module: with its value estimator.
@@ -181,20 +189,21 @@ class EnumerableMDP:
     """A game with all its episodes, and exact expectations over them under a policy.
 
     A policy is an ``actor``: a module that writes ``"log_prob"`` ``[n, L]`` into rows, such as
-    :class:`~torchrl_llm.modules.scorer.TokenScorer`. It samples each token of a turn from the whole vocabulary until
-    the end-of-turn token or the turn's limit. The task is uniform. There are ``n`` episodes of at most
-    ``L`` tokens and ``T`` turns.
+    :class:`~torchrl_llm.modules.scorer.TokenScorer`. It samples each token of a turn from the whole
+    vocabulary until the end-of-turn token or the turn's limit. The task is uniform. There are ``n``
+    episodes of at most ``L`` tokens and ``T`` turns.
 
     Args:
         game: the rules. Default: :func:`small_talk`.
         tasks: how many tasks the game has. Default: 2.
         vocabulary: how many tokens. Default: 3.
         end_of_turn: the id that ends a turn. Default: 2.
-        max_turns: the step budget: a game that would go on is truncated there. ``None``: every episode runs to its
-            end. Default: 2, with 28 episodes, 9 of them truncated.
+        max_turns: the step budget: a game that would go on is truncated there. ``None``: every
+            episode runs to its end. Default: 2, with 28 episodes, 9 of them truncated.
 
     Raises:
-        ValueError: ``max_turns < 1``, or a game with too many turns or episodes to list (from :meth:`rows`).
+        ValueError: ``max_turns < 1``, or a game with too many turns or episodes to list (from
+            :meth:`rows`).
 
     Examples:
         Is leave-one-out unbiased in groups of two? And divided by the response's length?
@@ -229,7 +238,8 @@ class EnumerableMDP:
     def rows(self, actor: TensorDictModuleBase | None = None) -> TensorDict:
         """All episodes as rows ``[n]`` (:mod:`torchrl_llm.keys`), floats in float64.
 
-        ``"episode_id"`` counts them, ``"group_id"`` is the task. With an ``actor`` also its ``"sample_log_prob"``.
+        ``"episode_id"`` counts them, ``"group_id"`` is the task. With an ``actor`` also its
+        ``"sample_log_prob"``.
         """
         rows = self._rows.clone()
         if actor is not None:
@@ -242,7 +252,8 @@ class EnumerableMDP:
 
         Args:
             actor: the policy.
-            frozen_from: turns from this one on are sampled by a frozen copy of the policy, without gradient.
+            frozen_from: turns from this one on are sampled by a frozen copy of the policy, without
+                gradient.
         """
         rows = self.rows()
         log_prob = actor(rows)[keys.LOG_PROB]
@@ -255,7 +266,8 @@ class EnumerableMDP:
 
         Args:
             gamma: discount per turn.
-            bootstrap: ``[n]``, counted as one more reward after the last turn of a truncated episode.
+            bootstrap: ``[n]``, counted as one more reward after the last turn of a truncated
+                episode.
         """
         played, cut = self._rows[keys.TURN_MASK].double().sum(1), self._rows[keys.TURN_TRUNCATED].any(1)
         final = 0.0 if bootstrap is None else torch.where(cut, gamma**played * bootstrap, 0.0)
@@ -291,14 +303,16 @@ class EnumerableMDP:
             gamma: discount per turn, from the turn of the state on.
 
         Returns:
-            ``state_value`` ``[n, L]``, index i the value of the prefix before action token i (0 off actions), and
-            ``bootstrap_value`` ``[n]``, the value of the whole row (0 where the game is over).
+            ``state_value`` ``[n, L]``, index i the value of the prefix before action token i (0 off
+            actions), and ``bootstrap_value`` ``[n]``, the value of the whole row (0 where the game
+            is over).
         """
         whole, rows = self.uncut._rows, self._rows
         probability = self.uncut.log_probability(actor).exp()
         width = rows[keys.TOKENS].shape[1]
-        # continues[i, j, t]: the first t tokens of row i are those of the whole episode j, for t = 0 ... L. The
-        # padding of j is never mistaken for tokens of i: a finished episode is not a prefix of a longer one.
+        # continues[i, j, t]: the first t tokens of row i are those of the whole episode j, for t =
+        # 0 ... L. The padding of j is never mistaken for tokens of i: a finished episode is not a
+        # prefix of a longer one.
         equal = (rows[keys.TOKENS].unsqueeze(1) == whole[keys.TOKENS][:, :width]).long().cumprod(-1)
         continues = torch.cat([torch.ones_like(equal[..., :1]), equal], -1).to(probability.dtype)
         to_go = _to_go(whole[keys.TURN_REWARD], gamma)
@@ -323,7 +337,8 @@ class EnumerableMDP:
             same_task: a batch is one group: one task, which all its episodes share.
 
         Returns:
-            ``index`` ``[M, size]`` int64 into :meth:`rows`, and ``probability`` ``[M]``, which sums to 1.
+            ``index`` ``[M, size]`` int64 into :meth:`rows`, and ``probability`` ``[M]``, which sums
+            to 1.
         """
         task, log_p = self._rows[keys.GROUP_ID], self.log_probability(actor)
         episodes = torch.arange(len(task))
@@ -342,16 +357,20 @@ class EnumerableMDP:
         same_task: bool = False,
         rows: TensorDictBase | None = None,
     ) -> Tensor:
-        """What an optimizer step climbs on average over all batches: minus the expected gradient of the loss, ``[P]``.
+        """What an optimizer step climbs on average over all batches: minus the expected gradient of
+        the loss, ``[P]``.
 
-        The loss's own estimator and weights see each batch by itself. As a loss is a weighted sum, the expectation is
-        then one backward pass over the rows of all batches, their weights times the probability of their batch.
+        The loss's own estimator and weights see each batch by itself. As a loss is a weighted sum,
+        the expectation is then one backward pass over the rows of all batches, their weights times
+        the probability of their batch.
 
         Args:
-            loss_module: whose ``actor_network`` is the policy that samples. With ``weighting="constant"`` and
-                ``weight_constant=1.0`` an unbiased loss gives :meth:`policy_gradient`.
+            loss_module: whose ``actor_network`` is the policy that samples. With
+                ``weighting="constant"`` and ``weight_constant=1.0`` an unbiased loss gives
+                :meth:`policy_gradient`.
             size, same_task: see :meth:`batches`.
-            rows: :meth:`rows` with what else the loss reads, such as ``"state_value"`` or ``"ref_log_prob"``.
+            rows: :meth:`rows` with what else the loss reads, such as ``"state_value"`` or
+                ``"ref_log_prob"``.
         """
         actor = loss_module.actor_network
         rows = self.rows(actor) if rows is None else rows
@@ -367,8 +386,8 @@ class EnumerableMDP:
     def population(self, actor: TensorDictModuleBase, size: int) -> TensorDict:
         """A batch of ``size`` rows in which every episode is as frequent as it is probable.
 
-        Its statistics are expectations under the policy: the limit of large batches. It has no ``"episode_id"``: an
-        episode may occur twice.
+        Its statistics are expectations under the policy: the limit of large batches. It has no
+        ``"episode_id"``: an episode may occur twice.
 
         Raises:
             ValueError: a probability is not a multiple of ``1 / size``, see :func:`make_dyadic`.

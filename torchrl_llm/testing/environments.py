@@ -1,7 +1,7 @@
 """Small text environments that make one property visible each, for tests and examples.
 
-They speak GEM's protocol: ``reset(seed) -> (text, info)`` and ``step(text) -> (text, reward, terminated, truncated,
-info)``.
+They speak GEM's protocol: ``reset(seed) -> (text, info)`` and ``step(text) -> (text, reward,
+terminated, truncated, info)``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Echo:
     """Repeats the response, for a number of turns; ``info`` can be chosen.
 
     Args:
-        turns: the environment's own limit; at it ``terminated`` and ``truncated`` are both set, as in GEM. Default 3.
+        turns: the environment's own limit; at it ``terminated`` and ``truncated`` are both set, as
+            in GEM. Default 3.
         info: returned with every message, such as ``{"suffix": "..."}``.
 
     Examples:
@@ -73,7 +74,8 @@ class Echo:
 
 
 class Dice:
-    """Shows draws of the global generators at every step: its texts tell whether random numbers are isolated.
+    """Shows draws of the global generators at every step: its texts tell whether random numbers are
+    isolated.
 
     ``reset`` takes no seed.
 
@@ -109,7 +111,8 @@ class Slow:
     Args:
         factory: makes the environment inside; also a GEM id.
         mean: seconds that a call takes on average; default 0.03.
-        sigma: deviation of the log of that time, which is normal; 0 (default) always takes ``mean``.
+        sigma: deviation of the log of that time, which is normal; 0 (default) always takes
+            ``mean``.
         seed: of the times. They are the same for the same seed, task seed and turn.
 
     Examples:
@@ -138,7 +141,8 @@ class Slow:
         return self if self._game.env is None else getattr(self._game.env, "unwrapped", self._game.env)
 
     def latency(self, task: int, turn: int) -> float:
-        """Seconds that a call takes: in turn ``turn`` of the episode with the seed ``task``; -1 is the reset."""
+        """Seconds that a call takes: in turn ``turn`` of the episode with the seed ``task``; -1 is
+        the reset."""
         normal = random.Random(f"{self.seed} {task} {turn}").gauss(0.0, 1.0)
         return self.mean * math.exp(self.sigma * normal - self.sigma**2 / 2)
 
@@ -161,8 +165,10 @@ class Faulty:
     """Fails in a chosen way in a chosen turn.
 
     Args:
-        fault: ``"raise"`` raises ``RuntimeError``, ``"nan"`` returns a NaN reward, ``"malformed"`` returns no step.
-        turn: 0-based turn that fails; -1 is the reset (with ``"raise"`` or ``"malformed"``). Default 0.
+        fault: ``"raise"`` raises ``RuntimeError``, ``"nan"`` returns a NaN reward, ``"malformed"``
+            returns no step.
+        turn: 0-based turn that fails; -1 is the reset (with ``"raise"`` or ``"malformed"``).
+            Default 0.
 
     Examples:
         >>> Faulty("nan").step("")[1]
@@ -199,7 +205,8 @@ class Bet(NamedTuple):
 
     Attributes:
         turn: counted from 0.
-        wanted: the thing that is right, where it is shown (in the first turn, by the weather); ``""``: it is not.
+        wanted: the thing that is right, where it is shown (in the first turn, by the weather);
+            ``""``: it is not.
         packed: whether the first answer was right.
     """
 
@@ -211,12 +218,14 @@ class Bet(NamedTuple):
 class EarlyDecision:
     """The first of five turns decides what the fifth can earn; between them lies luck.
 
-    Turn 1 shows the weather, and one of four things is right for it (:attr:`RIGHT`). Turns 2 to 4 are bets: naming the
-    thing that was drawn pays ``luck``, and nothing tells which one that is. Turn 5 shows a thing: naming it pays 1 if turn 1
-    was right too, and nothing otherwise. No feedback says whether a turn was right, and the game ends after turn 5. A response is
-    one word; any other counts as wrong.
+    Turn 1 shows the weather, and one of four things is right for it (:attr:`RIGHT`). Turns 2 to 4
+    are bets: naming the thing that was drawn pays ``luck``, and nothing tells which one that is.
+    Turn 5 shows a thing: naming it pays 1 if turn 1 was right too, and nothing otherwise. No
+    feedback says whether a turn was right, and the game ends after turn 5. A response is one word;
+    any other counts as wrong.
 
-    So the first turn is judged by a reward four turns later, behind three that have nothing to do with it.
+    So the first turn is judged by a reward four turns later, behind three that have nothing to do
+    with it.
 
     Args:
         luck: what a bet pays. Default 0.5. At most below 1, which is the reward of success.
@@ -226,10 +235,10 @@ class EarlyDecision:
         WORDS: every word of messages and responses, for
             :func:`~torchrl_llm.testing.tokenizers.word_tokenizer`.
         optimal_return: of the best policy, which always wins: ``1 + 3/4 * luck``.
-        random_return: of a policy that names one of the four things at random and wins one episode in 16:
-            ``1/16 + 3/4 * luck``.
-        ANSWERS, tasks: the things, and the states that an episode can start in, each as likely, for the exact values of
-            :mod:`~torchrl_llm.testing.tabular`.
+        random_return: of a policy that names one of the four things at random and wins one episode
+            in 16: ``1/16 + 3/4 * luck``.
+        ANSWERS, tasks: the things, and the states that an episode can start in, each as likely, for
+            the exact values of :mod:`~torchrl_llm.testing.tabular`.
 
     Examples:
         >>> env = EarlyDecision()
@@ -277,7 +286,8 @@ class EarlyDecision:
         return "bet" if turn < 3 else f"show {self._wanted[4]}", reward, False, False, {}
 
     def outcomes(self, state: Bet, response: str) -> list[Outcome]:
-        """All outcomes of an answer. What a bet wants is drawn as it is placed, and so is what the fifth turn shows."""
+        """All outcomes of an answer. What a bet wants is drawn as it is placed, and so is what the
+        fifth turn shows."""
         turn, right = state.turn, response == state.wanted
         if turn == 4:
             won = state.packed and right

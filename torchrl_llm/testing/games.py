@@ -1,7 +1,8 @@
-"""A small game of two players whose best play is known, for tests, examples and benchmarks: :class:`TakeAway`.
+"""A small game of two players whose best play is known, for tests, examples and benchmarks:
+:class:`TakeAway`.
 
-Its text is made of few words, so that a model with a vocabulary of words (:func:`~torchrl_llm.testing.tokenizers.word_tokenizer`)
-learns it in a minute of one CPU core.
+Its text is made of few words, so that a model with a vocabulary of words
+(:func:`~torchrl_llm.testing.tokenizers.word_tokenizer`) learns it in a minute of one CPU core.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ MOST_TAKEN = 3
 
 
 class TakeAway(Game):
-    """Two players take one to three counters from a heap in turn; who takes the last one wins. Anything else loses.
+    """Two players take one to three counters from a heap in turn; who takes the last one wins.
+    Anything else loses.
 
-    Who leaves a multiple of four wins against any play (Bouton, *Nim, a game with a complete mathematical theory*, 1901), so the first
-    player wins with a heap that is none.
+    Who leaves a multiple of four wins against any play (Bouton, *Nim, a game with a complete
+    mathematical theory*, 1901), so the first player wins with a heap that is none.
 
     Args:
         smallest, largest: bounds of the heap, which is drawn by the seed. Default: 5 to 9.

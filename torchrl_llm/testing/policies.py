@@ -1,4 +1,5 @@
-"""Policies without a model, for tests, examples and benchmarks: :class:`ScriptedPolicy`, :class:`SleepingPolicy`."""
+"""Policies without a model, for tests, examples and benchmarks: :class:`ScriptedPolicy`,
+:class:`SleepingPolicy`."""
 
 from __future__ import annotations
 
@@ -76,10 +77,12 @@ class ScriptedPolicy(TurnPolicy):
 
 
 class SleepingPolicy(ScriptedPolicy):
-    """An engine of fixed speed that batches continuously: a step takes the same time for any number of requests.
+    """An engine of fixed speed that batches continuously: a step takes the same time for any number
+    of requests.
 
-    Each :meth:`poll` sleeps, and adds a token to every response that is not finished; those that are come back. It has weights
-    of its own as far as collectors are concerned: each token carries the version at its step.
+    Each :meth:`poll` sleeps, and adds a token to every response that is not finished; those that
+    are come back. It has weights of its own as far as collectors are concerned: each token carries
+    the version at its step.
 
     Args:
         script: see :class:`ScriptedPolicy`.

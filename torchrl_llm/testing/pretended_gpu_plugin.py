@@ -2,9 +2,10 @@
 
     pytest -p torchrl_llm.testing.pretended_gpu_plugin tests
 
-A session has one pretended GPU. A test fails if an operation mixes devices in it, also where the error was caught. Runs with
-``device="cpu"`` get the GPU: tests ask for the CPU to be the same on every machine, and the question here is what a GPU would do
-with them. At the end it says how many tests launched kernels, and where most waits were.
+A session has one pretended GPU. A test fails if an operation mixes devices in it, also where the
+error was caught. Runs with ``device="cpu"`` get the GPU: tests ask for the CPU to be the same on
+every machine, and the question here is what a GPU would do with them. At the end it says how many
+tests launched kernels, and where most waits were.
 """
 
 from __future__ import annotations

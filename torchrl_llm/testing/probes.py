@@ -1,9 +1,11 @@
-"""Probes: environments so small that their optimum is known and a correct algorithm reaches it in seconds.
+"""Probes: environments so small that their optimum is known and a correct algorithm reaches it in
+seconds.
 
-A loss with the wrong sign, or with credit that goes to the wrong turn, has the right shapes and finite values, but does not
-learn. :data:`PROBES` test one ability after the other, so that the first failure says where to
-look. :func:`solve` trains a small random model on a probe, with the environment, policy, collector and trainer of a real
-run; :func:`episodes` lists all episodes of a probe, so that the result is an expectation and not a sample.
+A loss with the wrong sign, or with credit that goes to the wrong turn, has the right shapes and
+finite values, but does not learn. :data:`PROBES` test one ability after the other, so that the
+first failure says where to look. :func:`solve` trains a small random model on a probe, with the
+environment, policy, collector and trainer of a real run; :func:`episodes` lists all episodes of a
+probe, so that the result is an expectation and not a sample.
 """
 
 from __future__ import annotations
@@ -37,22 +39,26 @@ WORDS = ("left", "right", "wait")
 
 
 class Probe:
-    """Base class: a few deterministic tasks, in which every answer is one token and no message tells whether it was right.
+    """Base class: a few deterministic tasks, in which every answer is one token and no message
+    tells whether it was right.
 
-    A subclass declares the messages and implements :meth:`pay`. The answers may be any token of ``word_tokenizer(WORDS)``.
+    A subclass declares the messages and implements :meth:`pay`. The answers may be any token of
+    ``word_tokenizer(WORDS)``.
 
     Args:
         task: the number of the task, from 0.
 
     Attributes:
         answers: the responses so far.
-        asks: the messages, ``[tasks][turns]``. A game is terminated after the last turn, or, if it is not :meth:`over`,
-            truncated.
+        asks: the messages, ``[tasks][turns]``. A game is terminated after the last turn, or, if it
+            is not :meth:`over`, truncated.
         gamma: discount per turn.
         optimum: mean return of the best policy, undiscounted.
-        values: the discounted value of the state before each turn, ``[tasks][turns]``, where it is the same for every
-            player; ``None`` where it is not. A probe with values is for losses with a critic.
-        iterations, epochs: batches that a sound algorithm needs, with some to spare, and passes over each.
+        values: the discounted value of the state before each turn, ``[tasks][turns]``, where it is
+            the same for every player; ``None`` where it is not. A probe with values is for losses
+            with a critic.
+        iterations, epochs: batches that a sound algorithm needs, with some to spare, and passes
+            over each.
 
     Examples:
         >>> game = ConditionalAnswer(task=1)
@@ -92,7 +98,8 @@ class Probe:
 
 
 class ConstantAnswer(Probe):
-    """The answer is "left". If it fails: the gradient itself, its sign, whose log-probs, which parameters."""
+    """The answer is "left". If it fails: the gradient itself, its sign, whose log-probs, which
+    parameters."""
 
     asks = (("wait",),)
 
@@ -101,7 +108,8 @@ class ConstantAnswer(Probe):
 
 
 class ConditionalAnswer(Probe):
-    """The answer is the word that is shown. If it fails: the context, masks, rows that get another row's advantage."""
+    """The answer is the word that is shown. If it fails: the context, masks, rows that get another
+    row's advantage."""
 
     asks = (("left",), ("right",))
 
@@ -110,7 +118,8 @@ class ConditionalAnswer(Probe):
 
 
 class DelayedReward(Probe):
-    """The first answer is paid two turns later. If it fails: credit does not reach earlier turns."""
+    """The first answer is paid two turns later. If it fails: credit does not reach earlier
+    turns."""
 
     asks = (("wait", "wait", "wait"),)
 
@@ -119,7 +128,8 @@ class DelayedReward(Probe):
 
 
 class EarlyDecision(Probe):
-    """The first and last answers must be right, and a bet between them is luck. If it fails: which turn gets which credit."""
+    """The first and last answers must be right, and a bet between them is luck. If it fails: which
+    turn gets which credit."""
 
     asks = (("left", "wait", "right"), ("left", "wait", "right"))
     optimum = 1.125
@@ -132,7 +142,8 @@ class EarlyDecision(Probe):
 
 
 class KnownValue(Probe):
-    """No answer matters: the second message tells whether the reward is 1. If it fails: the critic, the discount."""
+    """No answer matters: the second message tells whether the reward is 1. If it fails: the critic,
+    the discount."""
 
     asks = (("wait", "left"), ("wait", "right"))
     gamma = 0.5
@@ -144,10 +155,11 @@ class KnownValue(Probe):
 
 
 class TimeLimit(Probe):
-    """Every turn pays 1. One game goes on for ever and is cut off after two turns, the other is over by then.
+    """Every turn pays 1. One game goes on for ever and is cut off after two turns, the other is
+    over by then.
 
-    The first is worth ``1 / (1 - gamma)`` at any time, and not the sum of what was paid before the cut. If it fails: the
-    bootstrap after truncation, or one after termination.
+    The first is worth ``1 / (1 - gamma)`` at any time, and not the sum of what was paid before the
+    cut. If it fails: the bootstrap after truncation, or one after termination.
     """
 
     asks = (("left", "left"), ("right", "right"))
@@ -177,7 +189,8 @@ MakeLoss = Callable[[TokenScorer, TurnCritic, float], TurnPolicyLoss]
 """``(actor, critic, gamma) -> loss``; a loss without a critic leaves it aside."""
 
 OPTIONS: dict[str, Any] = {"kl_coeff": 0.0, "entropy_coeff": 0.01}
-"""What the losses of :data:`ALGORITHMS` have in common: no reference, and a small bonus for entropy."""
+"""What the losses of :data:`ALGORITHMS` have in common: no reference, and a small bonus for
+entropy."""
 
 ALGORITHMS: dict[str, MakeLoss] = {
     "LLMPPO": lambda actor, critic, gamma: LLMPPOLoss(actor, critic, gamma=gamma, clip_value=None, **OPTIONS),
@@ -193,7 +206,8 @@ class Solution:
 
     Attributes:
         share: its expected return as a share of the optimum.
-        value_error: the critic's root mean square error in a turn, the largest of all tasks and turns; ``None``: no values.
+        value_error: the critic's root mean square error in a turn, the largest of all tasks and
+            turns; ``None``: no values.
     """
 
     share: float
@@ -201,15 +215,17 @@ class Solution:
 
     @property
     def solved(self) -> bool:
-        """Whether ``share`` is at least 0.97, or, where there are values, ``value_error`` at most 0.1."""
+        """Whether ``share`` is at least 0.97, or, where there are values, ``value_error`` at most
+        0.1."""
         return self.share >= 0.97 if self.value_error is None else self.value_error <= 0.1
 
 
 def solve(probe: type[Probe], make_loss: MakeLoss, *, seed: int = 0) -> Solution:
     """Train a small random model on ``probe`` and work out what it is worth.
 
-    The model is a Qwen2 of one layer; the critic is another. A batch has 32 episodes, in groups of 8; the learning
-    rate falls from 0.01 to 0 along a cosine. The global generators are left as they were.
+    The model is a Qwen2 of one layer; the critic is another. A batch has 32 episodes, in groups of
+    8; the learning rate falls from 0.01 to 0 along a cosine. The global generators are left as they
+    were.
 
     Args:
         probe: one of :data:`PROBES`, or one of your own.
@@ -248,16 +264,19 @@ def solve(probe: type[Probe], make_loss: MakeLoss, *, seed: int = 0) -> Solution
 
 
 def make_env(probe: type[Probe], **options: Any) -> GEMEnv:
-    """The games of ``probe`` as a mixture, with ``options`` of :class:`~torchrl_llm.envs.GEMEnv`."""
+    """The games of ``probe`` as a mixture, with ``options`` of
+    :class:`~torchrl_llm.envs.GEMEnv`."""
     options |= {"tokenizer": word_tokenizer(WORDS), "max_model_len": 64, "max_output_tokens": 1}
     games = [partial(probe, task) for task in range(len(probe.asks))]
     return GEMEnv(games, max_turns=len(probe.asks[0]), **options)
 
 
 def episodes(probe: type[Probe]) -> TensorDictBase:
-    """Every episode of ``probe``: ``[tasks * V ** turns]`` rows, for ``V`` tokens of the vocabulary.
+    """Every episode of ``probe``: ``[tasks * V ** turns]`` rows, for ``V`` tokens of the
+    vocabulary.
 
-    ``"env_id"`` is the task. The tasks are deterministic, so an episode's probability is that of its answers.
+    ``"env_id"`` is the task. The tasks are deterministic, so an episode's probability is that of
+    its answers.
 
     Examples:
         >>> episodes(ConditionalAnswer)["turn", "reward"].sum()  # of 8 answers in each game, one is right
@@ -283,7 +302,8 @@ def assess(probe: type[Probe], actor: TokenScorer, critic: TurnCritic) -> Soluti
     """The return of the actor and the error of the critic, summed over all :func:`episodes`.
 
     Raises:
-        ValueError: the probabilities of a probe's episodes do not add up to 1 for each game: rows or scorer are broken.
+        ValueError: the probabilities of a probe's episodes do not add up to 1 for each game: rows
+            or scorer are broken.
     """
     rows, tasks = episodes(probe).to(embedding_of(actor.model).device), len(probe.asks)
     probability = actor(rows.clone())[keys.LOG_PROB].sum(1).exp()

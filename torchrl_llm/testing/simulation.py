@@ -1,10 +1,12 @@
-"""Rollouts on any number of workers, simulated: the queue and the executor of the package under a virtual clock.
+"""Rollouts on any number of workers, simulated: the queue and the executor of the package under a
+virtual clock.
 
-What collects is :class:`~torchrl_llm.collectors.RayTurnCollector`, as it is. Only what it runs on is not there: processes,
-Ray and engines are replaced by :class:`SimulatedCluster`, on which nothing takes time but what :class:`Costs` says, and all
-of it in virtual seconds. So 1,024 workers need one process, and no throughput goes in that was measured: only an engine's
-step, how long episodes are, and what a message and an episode cost the process that collects. What Ray takes to watch
-thousands of calls at a time is not counted.
+What collects is :class:`~torchrl_llm.collectors.RayTurnCollector`, as it is. Only what it runs on
+is not there: processes, Ray and engines are replaced by :class:`SimulatedCluster`, on which nothing
+takes time but what :class:`Costs` says, and all of it in virtual seconds. So 1,024 workers need one
+process, and no throughput goes in that was measured: only an engine's step, how long episodes are,
+and what a message and an episode cost the process that collects. What Ray takes to watch thousands
+of calls at a time is not counted.
 
 Examples:
     >>> lengths = uniform_lengths(turns=(1, 4), tokens=(8, 16))
@@ -47,9 +49,11 @@ class Costs:
     Attributes:
         step: an engine's step, which adds a token to each of its requests.
         turn: what the worker's process does for a turn while its engine waits.
-        env: an environment's answer; environments answer side by side, and the engine's next step does not wait for them.
+        env: an environment's answer; environments answer side by side, and the engine's next step
+            does not wait for them.
         install: a worker's loading of new weights.
-        request: what the worker's process does between an answer and the next request while its engine waits.
+        request: what the worker's process does between an answer and the next request while its
+            engine waits.
         message: the way to a worker, and the way back.
         call: what the collecting process does for a message to a worker and its answer.
         episode: what it does for an episode: task, record, row.
@@ -66,7 +70,8 @@ class Costs:
 
 
 def uniform_lengths(turns: tuple[int, int], tokens: tuple[int, int]) -> Lengths:
-    """Numbers of turns and tokens that are drawn evenly from these ranges, ends included; an episode's are always the same.
+    """Numbers of turns and tokens that are drawn evenly from these ranges, ends included; an
+    episode's are always the same.
 
     Examples:
         >>> uniform_lengths((1, 4), (8, 16))(0)
@@ -85,7 +90,8 @@ def uniform_lengths(turns: tuple[int, int], tokens: tuple[int, int]) -> Lengths:
 
 @dataclass
 class _Running:
-    """An episode in a slot: tokens left of its response, those of later ones, and when it asks for the next."""
+    """An episode in a slot: tokens left of its response, those of later ones, and when it asks for
+    the next."""
 
     serial: int
     episode: Episode
@@ -95,7 +101,8 @@ class _Running:
 
 
 class SimulatedWorker:
-    """What :class:`~torchrl_llm.collectors._worker.RolloutWorker` does with an engine that batches continuously, event by event."""
+    """What :class:`~torchrl_llm.collectors._worker.RolloutWorker` does with an engine that batches
+    continuously, event by event."""
 
     def __init__(self, slots: int, costs: Costs, lengths: Lengths) -> None:
         self.slots, self.costs, self.lengths = slots, costs, lengths
@@ -127,7 +134,8 @@ class SimulatedWorker:
         self.running = [each for each in self.running if each.serial not in serials]
 
     def _advance(self, now: float, until: float) -> float:
-        """Go on to the next thing that happens, or to the first step that ends after ``until``; returns the time."""
+        """Go on to the next thing that happens, or to the first step that ends after ``until``;
+        returns the time."""
         while self.waiting and len(self.running) < self.slots:
             serial, episode = self.waiting.popleft()
             first, *later = self.lengths(episode.index)
@@ -259,7 +267,8 @@ class Versions(RayWeightSync):
 
     @staticmethod
     def install(policy: Any, version: Any) -> float:
-        """Count later tokens as of the version; nothing is compared, so the parity check's difference is NaN."""
+        """Count later tokens as of the version; nothing is compared, so the parity check's
+        difference is NaN."""
         policy.policy_version = version
         return math.nan
 
@@ -287,7 +296,8 @@ class SimulatedCollector(RayTurnCollector):
         return self.cluster
 
     def update(self, seconds: float) -> None:
-        """Train for so long, while a thread collects, as with ``background``; then there are new weights."""
+        """Train for so long, while a thread collects, as with ``background``; then there are new
+        weights."""
         cluster = self.cluster
         cluster.deadline = cluster.now + seconds
         while cluster.now < cluster.deadline:

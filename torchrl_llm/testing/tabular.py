@@ -1,8 +1,10 @@
 """Text environments given by a table of outcomes, and the exact value of every policy in them.
 
-An environment of this kind says what each answer can lead to, with which probability (:class:`Outcome`). From that
-:class:`TabularWorld` runs episodes, and dynamic programming computes what no number of episodes can show exactly: the value of every
-state under a policy (:func:`policy_values`), the best one (:func:`best_values`), and how much a single answer loses (its regret).
+An environment of this kind says what each answer can lead to, with which probability
+(:class:`Outcome`). From that :class:`TabularWorld` runs episodes, and dynamic programming computes
+what no number of episodes can show exactly: the value of every state under a policy
+(:func:`policy_values`), the best one (:func:`best_values`), and how much a single answer loses (its
+regret).
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from torchrl_llm.utils.options import check_value
 
 Step = tuple[str, float, bool, bool, dict[str, Any]]
 Policy = Callable[[Any], Mapping[str, float]]
-"""Maps a state to the probability of each answer; those it leaves out have none. Other texts than answers are illegal answers."""
+"""Maps a state to the probability of each answer; those it leaves out have none. Other texts than
+answers are illegal answers."""
 
 Payoff = Literal["return", "success"]
-"""What is valued: the discounted sum of rewards, or the probability that the episode ends in success."""
+"""What is valued: the discounted sum of rewards, or the probability that the episode ends in
+success."""
 
 ILLEGAL_REWARD = -0.1
 """Reward of an illegal answer, as GEM's of a format error."""
@@ -60,18 +64,22 @@ class OutcomeTable(Protocol):
 
 
 class TabularWorld:
-    """Base class of text environments given by a table. A subclass says ``ANSWERS``, ``WORDS``, ``tasks``, and three methods.
+    """Base class of text environments given by a table. A subclass says ``ANSWERS``, ``WORDS``,
+    ``tasks``, and three methods.
 
-    The state is known to a player that remembers the episode so far: what is hidden is only chance that is still to come. Chance is
-    drawn from the task's seed and the answers so far, so that an episode is a function of its task and its answers, as in an environment
-    that can be replayed, and yet luck differs between the episodes of a group as soon as their answers do.
+    The state is known to a player that remembers the episode so far: what is hidden is only chance
+    that is still to come. Chance is drawn from the task's seed and the answers so far, so that an
+    episode is a function of its task and its answers, as in an environment that can be replayed,
+    and yet luck differs between the episodes of a group as soon as their answers do.
 
-    Its extras are the ``state`` in which an answer was given, as :meth:`label` names it, and the ``regret`` of the answer: how much less than
-    the best one it returns on average if all later answers are the best. A regret is free of luck: the expected regrets of an
-    episode sum to the optimum minus the expected return.
+    Its extras are the ``state`` in which an answer was given, as :meth:`label` names it, and the
+    ``regret`` of the answer: how much less than the best one it returns on average if all later
+    answers are the best. A regret is free of luck: the expected regrets of an episode sum to the
+    optimum minus the expected return.
 
     Args:
-        limit: turns after which an episode is cut off, truncated and not terminated; ``None`` (default): never.
+        limit: turns after which an episode is cut off, truncated and not terminated; ``None``
+            (default): never.
 
     Attributes:
         state: in which the next answer will be given; ``None``: no episode is running.
@@ -97,7 +105,8 @@ class TabularWorld:
         raise NotImplementedError
 
     def label(self, state: Any) -> str:
-        """The name of a state, for comparing answers that were given in the same one. Default: its message."""
+        """The name of a state, for comparing answers that were given in the same one. Default: its
+        message."""
         return self.message(state)
 
     def outcomes(self, state: Any, response: str) -> Sequence[Outcome]:
@@ -117,7 +126,8 @@ class TabularWorld:
         response, before = action.strip(), self.state
         self._said.append(response)
         outcomes = self.outcomes(before, response)
-        # The whole history, and not the turn alone: episodes of a group that differ have luck of their own.
+        # The whole history, and not the turn alone: episodes of a group that differ have luck of
+        # their own.
         luck = random.Random(repr((self._seed, self._said)))
         (outcome,) = luck.choices(outcomes, [each.probability for each in outcomes])
         info: dict[str, Any] = {"state": self.label(before), "regret": self.regret(before, response)}
@@ -129,7 +139,8 @@ class TabularWorld:
         return "over" if over else self.message(outcome.state), outcome.reward, over, truncated, info
 
     def regret(self, state: Any, response: str) -> float:
-        """How much less than the best answer ``response`` returns, if all later answers are the best; at least 0."""
+        """How much less than the best answer ``response`` returns, if all later answers are the
+        best; at least 0."""
         if not self._best:
             self._best = best_values(self)
         return self._best[state] - answer_value(self, state, response, self._best)
@@ -163,7 +174,8 @@ def policy_values(
 ) -> dict[Any, float]:
     """The value of every state that a policy can reach, exactly.
 
-    Episodes are not cut off: where the environment truncates, the value is that of the episode that would go on.
+    Episodes are not cut off: where the environment truncates, the value is that of the episode that
+    would go on.
 
     Args:
         world: whose outcomes.
@@ -219,7 +231,8 @@ def best_values(world: OutcomeTable, *, gamma: float = 1.0, payoff: Payoff = "re
 
 
 def expected(world: OutcomeTable, values: Mapping[Any, float]) -> float:
-    """The mean value over the tasks: the expected return of an episode, or its probability of success."""
+    """The mean value over the tasks: the expected return of an episode, or its probability of
+    success."""
     return sum(values[task] for task in world.tasks) / len(world.tasks)
 
 
@@ -234,7 +247,8 @@ def _solve(
     back_up: Callable[[Any, Mapping[Any, float]], float],
     answers: Callable[[Any], Iterable[str]],
 ) -> dict[Any, float]:
-    """Values from the ends of the episodes backwards: ``back_up`` computes a state's from those after it."""
+    """Values from the ends of the episodes backwards: ``back_up`` computes a state's from those
+    after it."""
     values: dict[Any, float] = {}
     open_states: set[Any] = set()
 

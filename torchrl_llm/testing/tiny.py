@@ -1,10 +1,10 @@
 """The small model that the package ships: where it lies and how to load it.
 
-A Qwen2 of about 0.14 M parameters that acts legally in ``game:GuessTheNumber-v0-easy``, reads its hints and wins less
-than three episodes in four, so that reinforcement learning has something to teach on a CPU in minutes. What it is and
-what was measured stands in ``tiny_guess/README.md``; it is made by
-``benchmarks/small_models/make_tiny_guess.py`` of the repository.
-Nothing here needs a network.
+A Qwen2 of about 0.14 M parameters that acts legally in ``game:GuessTheNumber-v0-easy``, reads its
+hints and wins less than three episodes in four, so that reinforcement learning has something to
+teach on a CPU in minutes. What it is and what was measured stands in ``tiny_guess/README.md``; it
+is made by ``benchmarks/small_models/make_tiny_guess.py`` of the repository. Nothing here needs a
+network.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def random_model(
     max_length: int = 256,
     seed: int = 0,
 ) -> Qwen2ForCausalLM:
-    """A small Qwen2 that has learned nothing: float32, embeddings apart from the head, in evaluation mode.
+    """A small Qwen2 that has learned nothing: float32, embeddings apart from the head, in
+    evaluation mode.
 
     The global generators are left as they were.
 
@@ -63,7 +64,8 @@ def random_model(
         layers: number of layers.
         heads: number of attention heads.
         max_length: longest context in tokens.
-        seed: of the weights, which are normal with deviation ``1 / (2 sqrt(inputs))``; norms are 1 and biases 0.
+        seed: of the weights, which are normal with deviation ``1 / (2 sqrt(inputs))``; norms are 1
+            and biases 0.
 
     Examples:
         >>> from torchrl_llm.testing.tokenizers import word_tokenizer

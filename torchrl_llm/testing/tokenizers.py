@@ -17,15 +17,15 @@ def byte_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Make a byte-level BPE tokenizer that can encode any text.
 
-    Ids 0, 1, 2 are ``<|endoftext|>`` (padding), ``<|im_start|>`` and ``<|im_end|>`` (EOS); then come the 256 bytes, then
-    merges learned from ``corpus``.
+    Ids 0, 1, 2 are ``<|endoftext|>`` (padding), ``<|im_start|>`` and ``<|im_end|>`` (EOS); then
+    come the 256 bytes, then merges learned from ``corpus``.
 
     Args:
         chat_template: Jinja template; default ChatML. ``None`` leaves the tokenizer without one.
         corpus: texts to learn merges from; default none, that is one token a byte.
         vocab_size: most tokens in all, with merges.
-        phrases: whether merges may join words, so that fixed wording between two digits becomes one token, and each digit is a
-            token. Default ``False``: no token has more than one word.
+        phrases: whether merges may join words, so that fixed wording between two digits becomes one
+            token, and each digit is a token. Default ``False``: no token has more than one word.
 
     Examples:
         >>> tokenizer = byte_tokenizer()
@@ -62,22 +62,25 @@ def byte_tokenizer(
 def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     """Make a tokenizer whose tokens are whole words, for models of a tiny vocabulary.
 
-    Ids 0, 1, 2 are ``<|endoftext|>`` (padding), ``<|im_start|>`` and ``<|im_end|>`` (EOS), 3 and 4 the roles ``user``
-    and ``assistant`` of the ChatML template; then come the words. White space separates words and is not kept.
+    Ids 0, 1, 2 are ``<|endoftext|>`` (padding), ``<|im_start|>`` and ``<|im_end|>`` (EOS), 3 and 4
+    the roles ``user`` and ``assistant`` of the ChatML template; then come the words. White space
+    separates words and is not kept.
 
-    Save it in a directory of its own (``RunConfig(tokenizer_path=...)``): next to the files of a Qwen2, ``AutoTokenizer``
-    would read it as Qwen2's byte-level BPE.
+    Save it in a directory of its own (``RunConfig(tokenizer_path=...)``): next to the files of a
+    Qwen2, ``AutoTokenizer`` would read it as Qwen2's byte-level BPE.
 
     Args:
         words: all other words that occur in messages and responses; distinct, without white space.
 
     Returns:
-        A tokenizer with ``5 + len(words)`` tokens. It raises (a bare ``Exception``, from the tokenizers library) on a text
-        with any other word. Nor can it spell the control tokens as text: an environment that repeats what was written, as many
-        games do, needs :func:`byte_tokenizer`.
+        A tokenizer with ``5 + len(words)`` tokens. It raises (a bare ``Exception``, from the
+        tokenizers library) on a text with any other word. Nor can it spell the control tokens as
+        text: an environment that repeats what was written, as many games do, needs
+        :func:`byte_tokenizer`.
 
     Raises:
-        ValueError: ``words`` holds a word twice, one of the five tokens above, or something that is not one word.
+        ValueError: ``words`` holds a word twice, one of the five tokens above, or something that is
+            not one word.
 
     Examples:
         >>> tokenizer = word_tokenizer(["left", "right"])

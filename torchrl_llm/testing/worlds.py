@@ -1,9 +1,11 @@
-"""Two small worlds whose best success rate is known exactly: :class:`Coins` and :class:`KeyAndDoor`.
+"""Two small worlds whose best success rate is known exactly: :class:`Coins` and
+:class:`KeyAndDoor`.
 
-They show that settings do not fit one game only. ``Coins`` pays on the way and hides nothing; ``KeyAndDoor`` pays at the end
-of eight to twelve turns and has to be remembered. Both speak GEM's protocol, as
-:mod:`~torchrl_llm.testing.environments`, and their tasks can be listed, so that dynamic programming finds the best success
-rate (:func:`coins_optimum`, :func:`key_and_door_optimum`). An answer is one word; any other text is illegal, costs a turn and
+They show that settings do not fit one game only. ``Coins`` pays on the way and hides nothing;
+``KeyAndDoor`` pays at the end of eight to twelve turns and has to be remembered. Both speak GEM's
+protocol, as :mod:`~torchrl_llm.testing.environments`, and their tasks can be listed, so that
+dynamic programming finds the best success rate (:func:`coins_optimum`,
+:func:`key_and_door_optimum`). An answer is one word; any other text is illegal, costs a turn and
 pays -0.1, as GEM's format errors do.
 """
 
@@ -40,7 +42,8 @@ class Line(NamedTuple):
     moves: int
 
     def after(self, response: str) -> tuple[Line, int]:
-        """The next state, and the worth of the coin that was collected. A move beyond an end stays there.
+        """The next state, and the worth of the coin that was collected. A move beyond an end stays
+        there.
 
         Examples:
             >>> Line(1, (3, 0, 2), moves=2).after("left")
@@ -86,25 +89,30 @@ def most_worth(line: Line) -> int:
 class Coins:
     """Coins lie in a line of cells; a few moves collect those that are worth most together.
 
-    A message shows the whole line, the player as ``me``, and the moves that are left. ``left`` and ``right`` move one cell
-    and collect at once what lies there, which pays its worth as a share of the best plan's: the return of the best plan is
-    1. The episode ends when no move is left, and is a success if no plan had collected more. An illegal answer costs a
-    move and 0.1.
+    A message shows the whole line, the player as ``me``, and the moves that are left. ``left`` and
+    ``right`` move one cell and collect at once what lies there, which pays its worth as a share of
+    the best plan's: the return of the best plan is 1. The episode ends when no move is left, and is
+    a success if no plan had collected more. An illegal answer costs a move and 0.1.
 
-    A player that always walks to the nearest coin wins 0.92 of the default tasks, and one that walks to the dearest coin 0.96.
-    A plan that is best at a discount of 0.9 a turn is best without one too, so a discounted objective has the same optimum.
+    A player that always walks to the nearest coin wins 0.92 of the default tasks, and one that
+    walks to the dearest coin 0.96. A plan that is best at a discount of 0.9 a turn is best without
+    one too, so a discounted objective has the same optimum.
 
     Args:
         cells: length of the line. Default 7.
         moves: of an episode, at most 9. Default 5.
-        worths: of the coins, each at most 9; each lies in a cell of its own, and none where the player starts. Default 1 and 2.
+        worths: of the coins, each at most 9; each lies in a cell of its own, and none where the
+            player starts. Default 1 and 2.
 
-    Its extras are the ``state`` in which a move was made, as its message, and the ``regret`` of the move: how much less than the best
-    one it can still return. The regrets of an episode sum to 1 minus its return.
+    Its extras are the ``state`` in which a move was made, as its message, and the ``regret`` of the
+    move: how much less than the best one it can still return. The regrets of an episode sum to 1
+    minus its return.
 
     Attributes:
-        WORDS: every word of messages and answers, for :func:`~torchrl_llm.testing.tokenizers.word_tokenizer`.
-        tasks: the states that an episode can start in, each as likely: any order of the coins, any start between the ends.
+        WORDS: every word of messages and answers, for
+            :func:`~torchrl_llm.testing.tokenizers.word_tokenizer`.
+        tasks: the states that an episode can start in, each as likely: any order of the coins, any
+            start between the ends.
 
     Examples:
         >>> env = Coins()
@@ -156,7 +164,8 @@ class Coins:
         """The first move of a best plan.
 
         Args:
-            texts: message, response, message, ..., message; only the last one is read, which shows all.
+            texts: message, response, message, ..., message; only the last one is read, which shows
+                all.
         """
         line = Line.read(texts[-1])
         nexts = {move: line.after(move) for move in cls.MOVES}
@@ -180,7 +189,8 @@ def _success(line: Line, missing: int) -> bool:
 
 
 def coins_optimum(world: Coins | None = None) -> float:
-    """The share of episodes of :class:`Coins` that the best policy wins, in [0, 1], by dynamic programming over all tasks.
+    """The share of episodes of :class:`Coins` that the best policy wins, in [0, 1], by dynamic
+    programming over all tasks.
 
     It is 1, for nothing is hidden and nothing random happens.
 
@@ -224,7 +234,8 @@ class Corridor(NamedTuple):
 
     @property
     def needed(self) -> int:
-        """Turns that the shortest way from here takes for a player without the key: to it, take, to the door, open."""
+        """Turns that the shortest way from here takes for a player without the key: to it, take, to
+        the door, open."""
         return abs(self.cell - self.key) + 1 + self.cells - 1 + 1
 
     @property
@@ -240,7 +251,8 @@ class Corridor(NamedTuple):
         return "key" if self.cell == self.key else "door" if self.cell == self.door else "hall"
 
     def after(self, response: str) -> Corridor:
-        """The next state. What cannot be done here, and what is illegal, costs the turn and nothing else.
+        """The next state. What cannot be done here, and what is illegal, costs the turn and nothing
+        else.
 
         Examples:
             >>> Corridor(3, key=0, cell=0, turns=5).after("take").after("right")
@@ -258,13 +270,15 @@ class Corridor(NamedTuple):
 class KeyAndDoor:
     """Fetch the key at one end of a corridor, and open the door at the other with it.
 
-    The first message says on which side the key is; every message says what is here: ``hall``, ``key`` or ``door``. No
-    message says where in the corridor the player is, or whether it has the key: the key's place looks the same when the key
-    is gone. So the player has to remember the side, and whether it took the key. The answers are ``left``, ``right``,
-    ``take`` and ``open``. The only reward is 1 for the door that opens, which is a success. The episode ends there, or when
-    the turns are used up: the shortest way takes 8 to 11, and ``slack`` more are allowed. An answer that does nothing
-    here, such as ``take`` in the hall, costs its turn. An illegal answer costs its turn and 0.1. Its extra is the ``state`` in
-    which an answer was given: the cell, and whether the player holds the key.
+    The first message says on which side the key is; every message says what is here: ``hall``,
+    ``key`` or ``door``. No message says where in the corridor the player is, or whether it has the
+    key: the key's place looks the same when the key is gone. So the player has to remember the
+    side, and whether it took the key. The answers are ``left``, ``right``, ``take`` and ``open``.
+    The only reward is 1 for the door that opens, which is a success. The episode ends there, or
+    when the turns are used up: the shortest way takes 8 to 11, and ``slack`` more are allowed. An
+    answer that does nothing here, such as ``take`` in the hall, costs its turn. An illegal answer
+    costs its turn and 0.1. Its extra is the ``state`` in which an answer was given: the cell, and
+    whether the player holds the key.
 
     Args:
         cells: length of the corridor. Default 6.
@@ -272,8 +286,10 @@ class KeyAndDoor:
         told: whether the first message names the key's side. Default True.
 
     Attributes:
-        WORDS: every word of messages and answers, for :func:`~torchrl_llm.testing.tokenizers.word_tokenizer`.
-        tasks: the states that an episode can start in, each as likely: the key on either side, any start between the ends.
+        WORDS: every word of messages and answers, for
+            :func:`~torchrl_llm.testing.tokenizers.word_tokenizer`.
+        tasks: the states that an episode can start in, each as likely: the key on either side, any
+            start between the ends.
 
     Examples:
         >>> env = KeyAndDoor()
@@ -335,7 +351,8 @@ class KeyAndDoor:
 
     @staticmethod
     def answer(place: str, *, side: str, holds: bool) -> str:
-        """What is right at ``place`` if the key's place is at ``side`` and the player ``holds`` the key, or not.
+        """What is right at ``place`` if the key's place is at ``side`` and the player ``holds`` the
+        key, or not.
 
         Examples:
             >>> KeyAndDoor.answer("hall", side="left", holds=True), KeyAndDoor.answer("key", side="left", holds=False)
@@ -348,7 +365,8 @@ class KeyAndDoor:
 
 @lru_cache(maxsize=2**18)
 def most_opened(belief: tuple[Corridor, ...]) -> int:
-    """In how many of some states the door opens under the best policy, which tells them apart by messages alone.
+    """In how many of some states the door opens under the best policy, which tells them apart by
+    messages alone.
 
     Args:
         belief: the states, none of them over, each as likely, that the conversation so far allows.
@@ -371,10 +389,11 @@ def _opened_by(response: str, belief: tuple[Corridor, ...]) -> int:
 
 
 def key_and_door_optimum(world: KeyAndDoor | None = None) -> float:
-    """The share of episodes of :class:`KeyAndDoor` that the best policy wins, in [0, 1], by dynamic programming over beliefs.
+    """The share of episodes of :class:`KeyAndDoor` that the best policy wins, in [0, 1], by dynamic
+    programming over beliefs.
 
-    A belief is the set of states that the conversation so far allows. All tasks are as likely and an answer has one outcome
-    in each state, so no approximation is made.
+    A belief is the set of states that the conversation so far allows. All tasks are as likely and
+    an answer has one outcome in each state, so no approximation is made.
 
     Args:
         world: whose tasks, and whether the side is told; default ``KeyAndDoor()``.
@@ -401,10 +420,11 @@ OPTIMA: dict[str, Callable[[], float]] = {"coins": coins_optimum, "key-and-door"
 
 
 def resolve_world(env_id: str) -> EnvSpec:
-    """The world of an id, such as ``"world:coins"``: the family that this package offers by an entry point.
+    """The world of an id, such as ``"world:coins"``: the family that this package offers by an
+    entry point.
 
-    It also has :data:`~torchrl_llm.testing.credit_worlds.CREDIT_WORLDS`, and ``"world:take-away"``, a game of two players:
-    :class:`~torchrl_llm.testing.games.TakeAway`.
+    It also has :data:`~torchrl_llm.testing.credit_worlds.CREDIT_WORLDS`, and ``"world:take-away"``,
+    a game of two players: :class:`~torchrl_llm.testing.games.TakeAway`.
 
     Raises:
         UnknownEnvironmentError: no world has this id.

@@ -1,4 +1,5 @@
-"""The training loop, written out, and what it needs: credit, updates, evaluation, callbacks, processes.
+"""The training loop, written out, and what it needs: credit, updates, evaluation, callbacks,
+processes.
 
 It knows no folder and no settings of a run: :mod:`torchrl_llm.runs` makes a trainer from those.
 """

@@ -1,4 +1,5 @@
-"""The parts and counters of a run: :class:`TrainerBase`, which the helpers of the loop work on, and what it asks of its parts."""
+"""The parts and counters of a run: :class:`TrainerBase`, which the helpers of the loop work on, and
+what it asks of its parts."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ from torchrl_llm.weight_update import WeightSync
 logger = logging.getLogger(__name__)
 
 Evaluator = Callable[[], Mapping[str, Any]]
-"""Collects episodes of evaluation and returns metrics, under names that training does not use; ``evaluation/success`` decides which checkpoint is best."""
+"""Collects episodes of evaluation and returns metrics, under names that training does not use;
+``evaluation/success`` decides which checkpoint is best."""
 
 _ARGUMENTS = ("accelerator", "collector", "config", "optimizer", "policy", "reference", "replay_buffer", "weight_sync")
 _FIXED = {name: f"LLMTrainer({name}=...)" for name in _ARGUMENTS} | {
@@ -55,13 +57,16 @@ class RunStore(Protocol):
     """Saves a run, as :class:`~torchrl_llm.runs.CheckpointStore` does."""
 
     def save(self, trainer: Any, metrics: Mapping[str, float], *, early: bool = False) -> Any:
-        """Save it after an iteration with these metrics; ``early``: because an error or a signal ends it."""
+        """Save it after an iteration with these metrics; ``early``: because an error or a signal
+        ends it."""
 
 
 class StockCollector:
-    """What the loop assumes of a collector of TorchRL's own: one task a group, and weights that are never stale.
+    """What the loop assumes of a collector of TorchRL's own: one task a group, and weights that are
+    never stale.
 
-    Its attributes are what the loop asks of a collector; an :class:`~torchrl_llm.collectors.EpisodeCollector` has its own.
+    Its attributes are what the loop asks of a collector; an
+    :class:`~torchrl_llm.collectors.EpisodeCollector` has its own.
     """
 
     batch_size: int | None = None
@@ -76,7 +81,8 @@ class StockCollector:
 
     @classmethod
     def of(cls, collector: BaseCollector) -> StockCollector:
-        """For a collector of TorchRL's; one of several processes does not show its environment, nor the names of a mixture."""
+        """For a collector of TorchRL's; one of several processes does not show its environment, nor
+        the names of a mixture."""
         env = base_env(collector.env) if isinstance(collector, Collector) else None
         return cls(env.names if isinstance(env, GEMEnv) else ())
 
@@ -86,7 +92,8 @@ class StockCollector:
 
 
 class TrainerBase:
-    """The parts, counters, clock and random generator of a run. The arguments are those of :class:`~torchrl_llm.trainers.LLMTrainer`.
+    """The parts, counters, clock and random generator of a run. The arguments are those of
+    :class:`~torchrl_llm.trainers.LLMTrainer`.
 
     Attributes:
         iteration, steps, episodes: iterations, turns and episodes so far.
@@ -94,15 +101,16 @@ class TrainerBase:
         history: the metrics of every iteration.
         stop_reason: why the run ends; ``None`` while it runs.
         elapsed: seconds of training up to the last checkpoint.
-        loaded_loss_state: the estimator for which a checkpoint's state of the loss was loaded, and that state; ``None`` once training
-            has begun.
+        loaded_loss_state: the estimator for which a checkpoint's state of the loss was loaded, and
+            that state; ``None`` once training has begun.
         skipped_in_a_row: optimizer steps that were skipped since the last one that was taken.
-        unfinished: the metrics of an iteration that is to be evaluated and logged, in a run that was interrupted there.
+        unfinished: the metrics of an iteration that is to be evaluated and logged, in a run that
+            was interrupted there.
         saved_iteration: the iteration of the last checkpoint; -1 before the first.
         rollouts: the collector as the loop sees it.
         env_names: the environments of a mixture.
-        collector_state: the collector's state before the rollout or evaluation that runs, or was dropped; ``None``: the state
-            that it has.
+        collector_state: the collector's state before the rollout or evaluation that runs, or was
+            dropped; ``None``: the state that it has.
         module: computes the loss on all ranks.
         distributed: the training processes.
     """
@@ -179,7 +187,8 @@ class TrainerBase:
         self.__dict__ |= {"module": module, "optimizer": optimizer}  # past __setattr__
 
     def _check_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer whose parameters or groups are not those of the loss, which would run without an error."""
+        """Refuse an optimizer whose parameters or groups are not those of the loss, which would run
+        without an error."""
         groups, names = len(optimizer.param_groups), GROUPS if self.loss.critic_network is not None else GROUPS[:1]
         if groups > len(names):
             raise ConfigError(
@@ -239,20 +248,24 @@ class TrainerBase:
 
     @property
     def logprobs_match_trainer(self) -> bool:
-        """Whether the sampler's log-probs are the trained model's own, so that none need be scored before the update."""
-        # Autocast is around the training's forwards only: the sampler then computes in another precision.
+        """Whether the sampler's log-probs are the trained model's own, so that none need be scored
+        before the update."""
+        # Autocast is around the training's forwards only: the sampler then computes in another
+        # precision.
         everywhere = self.policy.logprobs_match_trainer and self.rollouts.logprobs_match_trainer
         return everywhere and self.accelerator.mixed_precision == "no"
 
     @property
     def credit_holds_kl(self) -> bool:
-        """Whether the estimator takes the KL to the reference out of the rewards, with the loss's ``kl_fraction``."""
+        """Whether the estimator takes the KL to the reference out of the rewards, with the loss's
+        ``kl_fraction``."""
         estimator = self.loss.value_estimator
         return isinstance(estimator, TurnEstimator) and estimator.kl_coeff != 0
 
     @property
     def credit_corrects_sampler(self) -> bool:
-        """Whether the advantages hold the ratio of the policy to the sampler, for which old log-probs are scored."""
+        """Whether the advantages hold the ratio of the policy to the sampler, for which old
+        log-probs are scored."""
         estimator = self.loss.value_estimator
         return isinstance(estimator, TurnEstimator) and estimator.corrects_sampler
 
@@ -276,7 +289,8 @@ class TrainerBase:
         return int(self.history[-1]["rollout/steps"]) if self.history else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters and generators of the run, without weights, optimizer and collector; to be taken between iterations."""
+        """The counters and generators of the run, without weights, optimizer and collector; to be
+        taken between iterations."""
         return {name: getattr(self, name) for name in _SAVED} | {
             "generator": self.generator.get_state(),
             "unfinished": self.unfinished,
@@ -298,7 +312,8 @@ class TrainerBase:
 
 
 def _warn_of_half_weights(optimizer: torch.optim.Optimizer) -> None:
-    """Warn if an optimizer of PyTorch's steps weights narrower than float32: rounding loses most of its steps."""
+    """Warn if an optimizer of PyTorch's steps weights narrower than float32: rounding loses most of
+    its steps."""
     kind, parameters = type(optimizer), [each for group in optimizer.param_groups for each in group["params"]]
     # Measured in bfloat16 with AdamW at 5e-6: 2 to 8 % of the entries change at all.
     narrow = {str(p.dtype) for p in parameters if p.is_floating_point() and torch.finfo(p.dtype).bits < 32}

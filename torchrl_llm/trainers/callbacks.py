@@ -1,4 +1,5 @@
-"""Objects that watch a run: :class:`Callback`, :class:`RefreshReference`, :class:`ProgressBar`, :class:`HealthWatch`."""
+"""Objects that watch a run: :class:`Callback`, :class:`RefreshReference`, :class:`ProgressBar`,
+:class:`HealthWatch`."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 class Callback:
-    """Watches a run. Override what you need; every hook gets the trainer and may set ``trainer.stop_reason`` to end the run.
+    """Watches a run. Override what you need; every hook gets the trainer and may set
+    ``trainer.stop_reason`` to end the run.
 
     Examples:
         >>> class Watch(Callback):
@@ -33,7 +35,8 @@ class Callback:
     """
 
     def fingerprint(self) -> str:
-        """What tells it from other callbacks, for ``torchrl-llm compare``: its class and its plain attributes."""
+        """What tells it from other callbacks, for ``torchrl-llm compare``: its class and its plain
+        attributes."""
         plain = {name: value for name, value in vars(self).items() if isinstance(value, str | int | float | None)}
         return fingerprint((type(self), plain))
 
@@ -43,9 +46,10 @@ class Callback:
     def on_batch(self, trainer: Any, rows: TensorDictBase, metrics: dict[str, float]) -> None:
         """Before each update, with the rows ``[B]`` that it learns from, scored and credited.
 
-        What is added to ``metrics``, numbers under names of their own, is logged with the iteration. Of several processes
-        each has its own rows, and those of the first are logged. One that has none gets copies of others without a turn
-        (``("turn", "mask")`` is False), which count nowhere.
+        What is added to ``metrics``, numbers under names of their own, is logged with the
+        iteration. Of several processes each has its own rows, and those of the first are logged.
+        One that has none gets copies of others without a turn (``("turn", "mask")`` is False),
+        which count nowhere.
         """
 
     def on_minibatch(self, trainer: Any, rows: TensorDictBase, metrics: dict[str, Tensor]) -> None:
@@ -53,17 +57,21 @@ class Callback:
 
         ``target_kl`` may shorten a step afterwards, unless it is the update's last.
 
-        What is added to ``metrics``, scalars under names of their own, is logged as the mean over the steps that add it.
+        What is added to ``metrics``, scalars under names of their own, is logged as the mean over
+        the steps that add it.
         """
 
     def on_evaluation(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """After each evaluation, with its metrics; what is added, as in :meth:`on_batch`, is logged with them."""
+        """After each evaluation, with its metrics; what is added, as in :meth:`on_batch`, is logged
+        with them."""
 
     def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """After each iteration, with a copy of its metrics (evaluation included where there was one); what is added is not logged."""
+        """After each iteration, with a copy of its metrics (evaluation included where there was
+        one); what is added is not logged."""
 
     def on_end(self, trainer: Any) -> None:
-        """After the last iteration, also when the run failed; the callbacks end from the last to the first."""
+        """After the last iteration, also when the run failed; the callbacks end from the last to
+        the first."""
 
 
 class RefreshReference(Callback):
@@ -85,13 +93,15 @@ class RefreshReference(Callback):
 class ProgressBar(Callback):
     """A tqdm bar over turns, with reward, success and KL of the last iteration.
 
-    It ends where the run will end: at ``max_steps`` turns, or at the turns that are expected by then if iterations or seconds
-    end it before. In a resumed run earlier turns count as done, but do not enter the rate.
+    It ends where the run will end: at ``max_steps`` turns, or at the turns that are expected by
+    then if iterations or seconds end it before. In a resumed run earlier turns count as done, but
+    do not enter the rate.
 
     Args:
         label: what the bar is called, such as the algorithm; ``None``: the loss's class.
-        watched_only: show it in a terminal or a notebook only; elsewhere, such as in a file, a line tells of an iteration now and
-            then: of the first, and of one every :attr:`line_interval` seconds. Default ``False``: wherever standard error goes.
+        watched_only: show it in a terminal or a notebook only; elsewhere, such as in a file, a line
+            tells of an iteration now and then: of the first, and of one every :attr:`line_interval`
+            seconds. Default ``False``: wherever standard error goes.
     """
 
     line_interval: ClassVar[float] = 60.0
@@ -150,9 +160,11 @@ class ProgressBar(Callback):
 
 
 class HealthWatch(Callback):
-    """Warns in the log, once of each kind, of what precedes a collapse, of the collapse itself, and of a warm-up that the run is too short for.
+    """Warns in the log, once of each kind, of what precedes a collapse, of the collapse itself, and
+    of a warm-up that the run is too short for.
 
-    A warning says what to change; the section "My run collapsed" of the documentation says more. Nothing is changed here.
+    A warning says what to change; the section "My run collapsed" of the documentation says more.
+    Nothing is changed here.
 
     Args:
         teacher: the reference of the KL is a teacher, which may be far away. Default ``False``.
@@ -163,7 +175,8 @@ class HealthWatch(Callback):
         self._rules = HealthRules(teacher=teacher)
 
     def on_start(self, trainer: Any) -> None:
-        """Take note of the iterations before: a resumed run falls from its best, and has been warned of what it was warned of."""
+        """Take note of the iterations before: a resumed run falls from its best, and has been
+        warned of what it was warned of."""
         self._rules = HealthRules(teacher=self.teacher)
         for metrics in trainer.history:
             self._rules.problems(metrics)

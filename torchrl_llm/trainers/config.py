@@ -41,48 +41,57 @@ class TrainerConfig(Checked):
     minibatch_size: Count | None = None
     """Episodes per optimizer step; None takes the whole batch in one step."""
     max_tokens: Count | None = None
-    """Tokens (padding included) of one forward and backward pass. It bounds memory and never changes the gradient. Rows are not cut:
-    those that share may have an eighth more than the longest. None takes what the machine's memory has room for, by an estimate:
-    a power of two up to 16384, and at least max_model_len. A resumed run keeps its number. (LLMTrainer, made without build_run,
-    takes 16384.)"""
+    """Tokens (padding included) of one forward and backward pass. It bounds memory and never
+    changes the gradient. Rows are not cut: those that share may have an eighth more than the
+    longest. None takes what the machine's memory has room for, by an estimate: a power of two up to
+    16384, and at least max_model_len. A resumed run keeps its number. (LLMTrainer, made without
+    build_run, takes 16384.)"""
     old_log_probs: OldLogProbs = "auto"
-    """The denominator of ratios: the "sampler"'s log-probs, or those that the "scorer" gives the tokens before the
-    update (one more forward pass); "auto" takes the sampler's where they are the scorer's anyway."""
+    """The denominator of ratios: the "sampler"'s log-probs, or those that the "scorer" gives the
+    tokens before the update (one more forward pass); "auto" takes the sampler's where they are the
+    scorer's anyway."""
     critic_warmup: Natural = 0
-    """Iterations at the start in which only the critic learns, of a shared trunk its head alone (LLMPPO)."""
+    """Iterations at the start in which only the critic learns, of a shared trunk its head alone
+    (LLMPPO)."""
     dynamic_sampling: Natural = 0
-    """0 is off; else learn only from groups that the estimator gives an advantage (GRPO: groups whose returns differ, before
-    overlong_penalty), and collect up to this many batches an iteration until there are enough of them."""
+    """0 is off; else learn only from groups that the estimator gives an advantage (GRPO: groups
+    whose returns differ, before overlong_penalty), and collect up to this many batches an iteration
+    until there are enough of them."""
     overlong_filter: bool = False
     """Leave episodes that a length limit has cut out of the update; credit still counts them."""
     overlong_penalty: NonNegative = 0.0
-    """Taken from the reward of a response that reaches max_output_tokens, less of it before; 0 is off. Not with scale="mean" and
-    imitate="return", which take no negative returns."""
+    """Taken from the reward of a response that reaches max_output_tokens, less of it before; 0 is
+    off. Not with scale="mean" and imitate="return", which take no negative returns."""
     overlong_buffer: Count | None = None
     """Tokens before the limit over which that penalty grows; None takes the whole length."""
     # inf clips nothing, and the norm is still logged.
     max_grad_norm: Annotated[float, Range("(0, inf]")] = 1.0
     """Gradients are clipped to this 2-norm, actor and critic apart."""
     target_kl: Positive | None = None
-    """KL from the policy before an update to the one after it, per action token, in nats: a step that goes further is
-    shortened, and is the update's last. None sets no bound."""
-    # After each step a quarter costs 7 % of an iteration of LLMREINFORCE, 8 % of GRPO's, 1 % of LLMPPO's (CPU, 128 episodes).
+    """KL from the policy before an update to the one after it, per action token, in nats: a step
+    that goes further is shortened, and is the update's last. None sets no bound."""
+    # After each step a quarter costs 7 % of an iteration of LLMREINFORCE, 8 % of GRPO's, 1 % of
+    # LLMPPO's (CPU, 128 episodes).
     target_kl_share: PositiveShare = 0.25
-    """Share of the batch's episodes, at least, on which that KL is measured, by a scoring pass: after the last step, and where the
-    next step's minibatch shows a KL beyond it."""
+    """Share of the batch's episodes, at least, on which that KL is measured, by a scoring pass:
+    after the last step, and where the next step's minibatch shows a KL beyond it."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """The learning rates' course after the warm-up, over ``max_steps``."""
     warmup_fraction: Share = 0.0
-    """Share of ``max_steps`` over which the learning rates rise from 0. A run that max_iterations ends far earlier is warned of."""
+    """Share of ``max_steps`` over which the learning rates rise from 0. A run that max_iterations
+    ends far earlier is warned of."""
     min_lr_fraction: Share = 0.0
     """The cosine schedule ends at this share of the learning rate."""
     lr_decay_fraction: PositiveShare = 1.0
-    """The cosine schedule falls over this last share of ``max_steps``, and is constant before; 1: from the warm-up on."""
+    """The cosine schedule falls over this last share of ``max_steps``, and is constant before; 1:
+    from the warm-up on."""
     min_entropy_fraction: Share = 0.0
-    """The loss's entropy_target falls to this share of it, in a straight line over ``max_steps``; 1 leaves it as it is."""
+    """The loss's entropy_target falls to this share of it, in a straight line over ``max_steps``; 1
+    leaves it as it is."""
     kl_decay_fraction: PositiveShare | None = None
-    """Share of ``max_steps`` over which the weight of the KL to the reference falls from ``kl_coeff`` to 0, in a straight
-    line; None leaves it as it is. From there on the reference is not scored, and policy/kl_reference not logged."""
+    """Share of ``max_steps`` over which the weight of the KL to the reference falls from
+    ``kl_coeff`` to 0, in a straight line; None leaves it as it is. From there on the reference is
+    not scored, and policy/kl_reference not logged."""
     max_steps: Count = 100_000
     """Turns to collect in training; the run ends with the iteration that reaches it."""
     max_iterations: Count | None = None
@@ -129,7 +138,8 @@ class TrainerConfig(Checked):
 
 
 def wrong_penalty(coeff: float, estimator: Any) -> Iterator[str]:
-    """What is wrong with an ``overlong_penalty``, which makes rewards smaller, for an estimator, and what to do.
+    """What is wrong with an ``overlong_penalty``, which makes rewards smaller, for an estimator,
+    and what to do.
 
     Args:
         coeff: the setting.

@@ -1,8 +1,10 @@
-"""The training processes: :class:`Distributed` is one process; :class:`DDP` and :class:`FSDP2` are several, with its interface.
+"""The training processes: :class:`Distributed` is one process; :class:`DDP` and :class:`FSDP2` are
+several, with its interface.
 
-The loop calls the same methods for one process and for many, and they keep the ranks in step: losses are weighted sums whose
-weights count the tokens of all ranks, so gradients are summed; every rank takes part in every backward pass; a number that
-decides how a run continues is the same on every rank. Communication is accelerate's.
+The loop calls the same methods for one process and for many, and they keep the ranks in step:
+losses are weighted sums whose weights count the tokens of all ranks, so gradients are summed; every
+rank takes part in every backward pass; a number that decides how a run continues is the same on
+every rank. Communication is accelerate's.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ Prepared = tuple[nn.Module, torch.optim.Optimizer]
 class Distributed:
     """One training process, and the interface of several. Make it with :meth:`of`.
 
-    Every method is collective: all ranks call it at the same place. With one process they return what they are given.
+    Every method is collective: all ranks call it at the same place. With one process they return
+    what they are given.
 
     Args:
         accelerator: knows the processes; its ``gradient_accumulation_steps`` must be 1.
@@ -51,7 +54,8 @@ class Distributed:
         is_main: whether this is rank 0, which logs and saves.
         process_group: all ranks, as estimators and loss weights take it; ``None`` with one process.
         sharded: whether weights, gradients and optimizer are sharded (FSDP2).
-        saves_alone: whether this process can save a run without the others, as it must after an error that they may not have.
+        saves_alone: whether this process can save a run without the others, as it must after an
+            error that they may not have.
         parameter_gather: how weight syncs read the trained weights.
 
     Examples:
@@ -90,7 +94,8 @@ class Distributed:
         Args:
             loss: the loss to train.
             optimizer: of parameters of ``loss``; it has not stepped.
-            *others: modules that compute with weights and are not trained; sharded with those of ``loss``.
+            *others: modules that compute with weights and are not trained; sharded with those of
+                ``loss``.
 
         Raises:
             ConfigError: weights are on another device, and accelerate is not to move them.
@@ -100,10 +105,12 @@ class Distributed:
         return loss, self.accelerator.prepare_optimizer(optimizer)
 
     def check_replaceable(self) -> None:
-        """Refuse to :meth:`prepare` an optimizer of new parameters where gradients of the old ones are averaged."""
+        """Refuse to :meth:`prepare` an optimizer of new parameters where gradients of the old ones
+        are averaged."""
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """For all micro-batches but the last: inside, gradients add up on this rank and are not averaged yet (DDP).
+        """For all micro-batches but the last: inside, gradients add up on this rank and are not
+        averaged yet (DDP).
 
         FSDP2 averages each time: unsharded gradients would take the memory that sharding saves.
         """
@@ -114,7 +121,8 @@ class Distributed:
         self.accelerator.backward(loss * self.world_size)  # wrapped modules average gradients
 
     def reach_all_parameters(self, loss: Tensor, everything: Tensor) -> Tensor:
-        """``loss``, which reaches a part of the parameters, where backward needs a gradient of each (DDP).
+        """``loss``, which reaches a part of the parameters, where backward needs a gradient of each
+        (DDP).
 
         Args:
             loss: the term to minimize.
@@ -124,15 +132,18 @@ class Distributed:
 
     def on_device(self, rows: TensorDictBase) -> TensorDictBase:
         """The rows on this process's device; the same object where they are there."""
-        # Not rows.to() alone, which copies rows that name no device: the caller's would stay without credit.
+        # Not rows.to() alone, which copies rows that name no device: the caller's would stay
+        # without credit.
         return rows if rows[keys.TOKENS].device == self.device else rows.to(self.device)
 
     def nonempty(self, rows: TensorDictBase, spare: TensorDictBase) -> TensorDictBase:
-        """``rows``, or zero-weight copies of ``spare`` on a rank that has none and takes the step with the others."""
+        """``rows``, or zero-weight copies of ``spare`` on a rank that has none and takes the step
+        with the others."""
         return rows
 
     def own_rows(self, rows: TensorDictBase) -> TensorDictBase:
-        """``rows`` without those that :meth:`nonempty` has lent, which count nowhere; they may be none."""
+        """``rows`` without those that :meth:`nonempty` has lent, which count nowhere; they may be
+        none."""
         return rows
 
     def equal_count(self, parts: list[TensorDictBase]) -> list[TensorDictBase]:
@@ -140,21 +151,25 @@ class Distributed:
         return parts
 
     def merge_outputs(self, outputs: Sequence[TensorDictBase]) -> TensorDictBase:
-        """The statistics of an optimizer batch from the loss's outputs for its micro-batches on all ranks."""
+        """The statistics of an optimizer batch from the loss's outputs for its micro-batches on all
+        ranks."""
         return merge(outputs)
 
     # ---------------------------------------- weights
 
     def gathered_parameters(self) -> AbstractContextManager[None]:
-        """Inside, every rank has all trained weights, to score and sample without waiting for another."""
+        """Inside, every rank has all trained weights, to score and sample without waiting for
+        another."""
         return nullcontext()
 
     def full_state_on_cpu(self, *, read: bool = False) -> AbstractContextManager[None]:
-        """Inside, the trained weights can be written to files by rank 0, or read by all ranks; nothing can compute."""
+        """Inside, the trained weights can be written to files by rank 0, or read by all ranks;
+        nothing can compute."""
         return nullcontext()
 
     def full_state(self, tree: Any) -> Any:
-        """The tensors in nested containers, full and on the CPU of rank 0 where they are sharded."""
+        """The tensors in nested containers, full and on the CPU of rank 0 where they are
+        sharded."""
         return tree
 
     # ---------------------------------------- values
@@ -180,20 +195,24 @@ class Distributed:
         return max(self.all_gather([value]))
 
     def all_reduce_counts(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of a collector: :data:`~torchrl_llm.metrics.rollouts.COUNTS` summed over the ranks, of others the mean."""
+        """The metrics of a collector: :data:`~torchrl_llm.metrics.rollouts.COUNTS` summed over the
+        ranks, of others the mean."""
         found: dict[str, list[float]] = {}
         for name, value in (item for each in self.all_gather([metrics]) for item in each.items()):
             found.setdefault(name, []).append(value)
         return {name: sum(each) / (1 if name in COUNTS else len(each)) for name, each in found.items()}
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """What ``function`` returns on rank 0, which alone calls it; what it raises there is raised on all ranks."""
+        """What ``function`` returns on rank 0, which alone calls it; what it raises there is raised
+        on all ranks."""
         return function()
 
     def all_gather_rows(self, rows: TensorDictBase, names: Sequence[keys.NestedKey] | None = None) -> TensorDictBase:
-        """The rows of all ranks in the order of their episodes, with the keys ``names`` (default: all) that they have.
+        """The rows of all ranks in the order of their episodes, with the keys ``names`` (default:
+        all) that they have.
 
-        Keys are selected with one process too, so that reading one that is not named fails for any number of them.
+        Keys are selected with one process too, so that reading one that is not named fails for any
+        number of them.
         """
         return rows if names is None else rows.select(*names, strict=False)
 
@@ -266,7 +285,8 @@ class DDP(Several):
         return self.accelerator.no_sync(module)
 
     def reach_all_parameters(self, loss: Tensor, everything: Tensor) -> Tensor:
-        # DDP waits for a gradient of every parameter. find_unused_parameters would search the graph in each forward instead.
+        # DDP waits for a gradient of every parameter. find_unused_parameters would search the graph
+        # in each forward instead.
         return loss + 0.0 * everything
 
 
@@ -288,7 +308,8 @@ class FSDP2(Several):
         super().__init__(accelerator)
         check_plugin(plugin)
         self._plugin = plugin
-        # Sharding moves one block at a time to the device, which may have no room for all weights in float32.
+        # Sharding moves one block at a time to the device, which may have no room for all weights
+        # in float32.
         self.load_device = torch.device("cpu")
 
     def prepare(self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module) -> Prepared:
@@ -319,11 +340,13 @@ class FSDP2(Several):
 
 
 def place(accelerator: Accelerator, *modules: nn.Module) -> None:
-    """Move ``modules`` to accelerate's device, in place: optimizers and policies keep their parameters.
+    """Move ``modules`` to accelerate's device, in place: optimizers and policies keep their
+    parameters.
 
     Raises:
-        ConfigError: weights are elsewhere and are not to be moved: accelerate was made with ``device_placement=False``, or a
-            ``device_map`` has spread them over devices; or there are none yet (PyTorch's meta device).
+        ConfigError: weights are elsewhere and are not to be moved: accelerate was made with
+            ``device_placement=False``, or a ``device_map`` has spread them over devices; or there
+            are none yet (PyTorch's meta device).
 
     Examples:
         >>> place(Accelerator(cpu=True), nn.Linear(2, 2, device="meta"))
@@ -350,9 +373,11 @@ def device_of(accelerator: Accelerator) -> torch.device:
 
 
 def check_accumulation(accelerator: Accelerator) -> None:
-    """Refuse gradient accumulation: ``Accelerator.backward`` divides by its steps, and losses here are sums that add up.
+    """Refuse gradient accumulation: ``Accelerator.backward`` divides by its steps, and losses here
+    are sums that add up.
 
-    accelerate keeps the number for the whole process, so that any ``Accelerator`` made later changes it.
+    accelerate keeps the number for the whole process, so that any ``Accelerator`` made later
+    changes it.
 
     Raises:
         ConfigError: the number is not 1.
@@ -386,7 +411,8 @@ def picklable(error: Exception) -> Exception:
 
 def _fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
     """accelerate's settings for FSDP, if it was started with any."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)  # accelerate sets the attribute on GPUs only
+    # accelerate sets the attribute on GPUs only
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
         plugin = FullyShardedDataParallelPlugin()
         if accelerator.mixed_precision != "no":

@@ -42,36 +42,40 @@ def evaluate(
 ) -> Evaluation:
     """Collect the first ``episodes`` tasks of ``env`` and summarize them.
 
-    The tasks (and with them the sampling noise) are the same at each call, so that two evaluations of
-    different weights are paired. Give ``env`` a task stream of its own (``GEMEnv(..., stream="eval")``).
+    The tasks (and with them the sampling noise) are the same at each call, so that two evaluations
+    of different weights are paired. Give ``env`` a task stream of its own
+    (``GEMEnv(..., stream="eval")``).
 
-    An episode whose environment fails is not replaced: a policy must not gain by breaking the environments in which it
-    would lose. It counts as not won, and in :attr:`Evaluation.faults`.
+    An episode whose environment fails is not replaced: a policy must not gain by breaking the
+    environments in which it would lose. It counts as not won, and in :attr:`Evaluation.faults`.
 
     Args:
-        env: a :class:`~torchrl_llm.envs.GEMEnv` that refills its slots, also beneath transforms. Its ``max_faults`` is how many
-            of the episodes may fail.
+        env: a :class:`~torchrl_llm.envs.GEMEnv` that refills its slots, also beneath transforms.
+            Its ``max_faults`` is how many of the episodes may fail.
         policy: samples with its own sampling settings.
         episodes: number of episodes, >= 1.
-        greedy: take the likeliest token instead of sampling. A task whose hidden state is known is then evaluated once,
-            however often it is sampled: the result would be the same.
-        distributed: divide the episodes; ``env`` is then this rank's worker of ``num_workers=distributed.world_size``.
-            Default: this process collects all of them.
-        seen_tasks: the tasks of training so far, such as :attr:`LLMTrainer.seen_tasks`; default none:
-            :attr:`Evaluation.task_overlap` stays unknown.
-        opponent: of a :class:`~torchrl_llm.envs.SelfPlayEnv`, who has the other seats. The policy has the seat ``n % players`` in the
-            n-th game; an episode is its side of a game, and a success a game that it won.
+        greedy: take the likeliest token instead of sampling. A task whose hidden state is known is
+            then evaluated once, however often it is sampled: the result would be the same.
+        distributed: divide the episodes; ``env`` is then this rank's worker of
+            ``num_workers=distributed.world_size``. Default: this process collects all of them.
+        seen_tasks: the tasks of training so far, such as :attr:`LLMTrainer.seen_tasks`; default
+            none: :attr:`Evaluation.task_overlap` stays unknown.
+        opponent: of a :class:`~torchrl_llm.envs.SelfPlayEnv`, who has the other seats. The policy
+            has the seat ``n % players`` in the n-th game; an episode is its side of a game, and a
+            success a game that it won.
 
     Returns:
         An :class:`Evaluation`.
 
     Raises:
         EnvironmentFault: more than ``env.max_faults`` of the episodes (of this rank) failed.
-        ValueError: games are evaluated without an opponent or greedily, or an opponent is given for something else.
+        ValueError: games are evaluated without an opponent or greedily, or an opponent is given for
+            something else.
     """
     players = _players(env, opponent, greedy=greedy)
     env.set_seed(env.task_sampler.seed)  # back to the first task
-    base: Any = base_env(env)  # a TransformedEnv reads attributes of the environment beneath it, and sets its own
+    # a TransformedEnv reads attributes of the environment beneath it, and sets its own
+    base: Any = base_env(env)
     own, all_tasks = base.task_sampler, replace(base.task_sampler, worker=0, num_workers=1)
     rank, count = (0, 1) if distributed is None else (distributed.rank, distributed.world_size)
     chosen = [game * players + game % players for game in range(episodes)]
@@ -81,7 +85,8 @@ def evaluate(
             base.task_sampler = all_tasks
             chosen = base.first_of_each_task(episodes)
             base.task_sampler = _Chosen(all_tasks, chosen[rank::count], range(episodes + rank, STREAM_IDS, count))
-        # Every rank collects equally many, because gathering rows needs some of each; surplus episodes are left out.
+        # Every rank collects equally many, because gathering rows needs some of each; surplus
+        # episodes are left out.
         share = -(-len(chosen) // count) * players
         rows, texts = _collect(env, policy, share, greedy=greedy, distributed=distributed, opponent=opponent)
     finally:
@@ -148,7 +153,8 @@ def _collect(
 ) -> tuple[TensorDictBase, dict[int, str]]:
     collector: SelfPlayCollector | TurnCollector
     if opponent is not None:
-        # A game that fails is dropped, and counts as missing: those that fill the batch in its place are not wanted.
+        # A game that fails is dropped, and counts as missing: those that fill the batch in its
+        # place are not wanted.
         collector = SelfPlayCollector(env, policy, batch_size=episodes, opponent=opponent, max_faults=env.max_faults)
     else:
         mode = ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM
@@ -203,14 +209,16 @@ def _won(rows: TensorDictBase) -> Tensor:
 
 
 def _outcomes(collected: TensorDictBase, wanted: Sequence[TaskSpec]) -> str:
-    """:attr:`Evaluation.outcomes`: one character a task, so that a file that keeps them stays small."""
+    """:attr:`Evaluation.outcomes`: one character a task, so that a file that keeps them stays
+    small."""
     won = set(collected[keys.EPISODE_ID][_won(collected)].tolist())
     return "".join("1" if task_spec.episode_id in won else "0" for task_spec in wanted)
 
 
 def _task_digest(env: GEMEnv, opponent: TurnPolicy | None, wanted: Sequence[TaskSpec]) -> str:
     """:attr:`Evaluation.task_digest`."""
-    # Not the ids of what was played: a task whose reset failed in one of two evaluations has none there.
+    # Not the ids of what was played: a task whose reset failed in one of two evaluations has none
+    # there.
     tasks = [(env.names[task_spec.env_id], *task_spec) for task_spec in wanted]
     return fingerprint((rules_of(env), opponent, tasks))
 
@@ -229,7 +237,8 @@ def _beginnings(collected: TensorDictBase, wanted: Sequence[TaskSpec]) -> str:
 
 
 def checked_metrics(metrics: Mapping[str, Any], *, source: str = "evaluator") -> dict[str, float]:
-    """The metrics of an evaluator, or of what else is the ``source``, as loggers and checkpoints take them.
+    """The metrics of an evaluator, or of what else is the ``source``, as loggers and checkpoints
+    take them.
 
     Raises:
         ValueError: a name is that of a metric of training.

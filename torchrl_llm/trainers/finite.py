@@ -1,4 +1,5 @@
-"""Numbers that must be finite: gradients before an optimizer step, weights and optimizer before they are saved."""
+"""Numbers that must be finite: gradients before an optimizer step, weights and optimizer before
+they are saved."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ MAX_SKIPPED_STEPS = 5
 
 
 class NonFiniteGradientError(FloatingPointError):
-    """Gradients stay NaN or infinite. Weights and optimizer are those of the last step that was taken."""
+    """Gradients stay NaN or infinite. Weights and optimizer are those of the last step that was
+    taken."""
 
 
 class NonFiniteWeightsError(FloatingPointError):
@@ -26,18 +28,22 @@ class NonFiniteWeightsError(FloatingPointError):
 
 
 def all_finite(norms: Mapping[str, Tensor], device: torch.device) -> bool:
-    """Whether all norms of a gradient are finite: with one wait for the device, and the same on all ranks.
+    """Whether all norms of a gradient are finite: with one wait for the device, and the same on all
+    ranks.
 
-    The norms are the same there: DDP has averaged the gradients, and with FSDP2 a norm is that of all shards.
+    The norms are the same there: DDP has averaged the gradients, and with FSDP2 a norm is that of
+    all shards.
     """
     return bool(torch.stack([norm.detach().isfinite().to(device) for norm in norms.values()]).all())
 
 
 def skip_step(run: TrainerBase, norms: Mapping[str, Tensor]) -> None:
-    """Account for an optimizer step that is not taken, because a norm of its gradient is not finite.
+    """Account for an optimizer step that is not taken, because a norm of its gradient is not
+    finite.
 
-    In float16 a loss scale that is too high makes gradients infinite: it is lowered, as is normal in the first steps of a
-    run. All other steps count, and :data:`MAX_SKIPPED_STEPS` in a row end the run.
+    In float16 a loss scale that is too high makes gradients infinite: it is lowered, as is normal
+    in the first steps of a run. All other steps count, and :data:`MAX_SKIPPED_STEPS` in a row end
+    the run.
 
     Args:
         run: the trainer, whose ``skipped_in_a_row`` counts.
@@ -70,7 +76,8 @@ def skip_step(run: TrainerBase, norms: Mapping[str, Tensor]) -> None:
 
 
 def lowered_loss_scale(run: TrainerBase) -> float | None:
-    """The loss scale of float16 after it was lowered for a step that is skipped; ``None``: it cannot be the cause.
+    """The loss scale of float16 after it was lowered for a step that is skipped; ``None``: it
+    cannot be the cause.
 
     Only a scale above 1 can: without any scale, smaller gradients are lost and not infinite.
     """
@@ -78,14 +85,16 @@ def lowered_loss_scale(run: TrainerBase) -> float | None:
     if scaler is None:
         return None
     before = scaler.get_scale()
-    # In place of scaler.step(), which would skip the step too, but takes one whose gradient is finite and too large for a norm.
+    # In place of scaler.step(), which would skip the step too, but takes one whose gradient is
+    # finite and too large for a norm.
     scaler.update()
     after = scaler.get_scale()
     return after if 1.0 <= after < before else None
 
 
 def not_finite(run: TrainerBase) -> list[str]:
-    """What of the trained weights and the optimizer's state is not finite on any rank, in words; empty: all is finite."""
+    """What of the trained weights and the optimizer's state is not finite on any rank, in words;
+    empty: all is finite."""
     parameters = [parameter for parameter in run.loss.parameters() if parameter.requires_grad]
     state = [value for values in run.optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
     parts = {"weights": parameters, "optimizer": state}
@@ -95,7 +104,8 @@ def not_finite(run: TrainerBase) -> list[str]:
 
 @torch.no_grad()
 def _count(tensors: Iterable[Tensor]) -> int:
-    """How many of the tensors, of which this rank may have a shard, hold a number that is not finite."""
+    """How many of the tensors, of which this rank may have a shard, hold a number that is not
+    finite."""
     own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     return sum(not bool(tensor.isfinite().all()) for tensor in own)
 

@@ -1,4 +1,5 @@
-"""What a loss and its estimator keep from one iteration to the next, beside the networks: :class:`LossState`."""
+"""What a loss and its estimator keep from one iteration to the next, beside the networks:
+:class:`LossState`."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ _EXTRA = "_extra_state"
 
 
 class LossState:
-    """The state of a loss and its estimator as one component of a checkpoint: their ``state_dict`` without the networks'.
+    """The state of a loss and its estimator as one component of a checkpoint: their ``state_dict``
+    without the networks'.
 
-    Buffers, parameters and what ``get_extra_state`` returns belong to it: a baseline or a coefficient that is learned, say.
+    Buffers, parameters and what ``get_extra_state`` returns belong to it: a baseline or a
+    coefficient that is learned, say.
 
     Args:
         run: the trainer; every rank calls :meth:`gather` before the first one saves, and loads.
@@ -48,17 +51,20 @@ class LossState:
         return self._state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what the loss and its estimator have a place for; :func:`settle` warns of the rest, when training begins."""
+        """Load what the loss and its estimator have a place for; :func:`settle` warns of the rest,
+        when training begins."""
         _load(self.run.loss, state_dict)
         self.run.loaded_loss_state = (self.run.loss.value_estimator, dict(state_dict))
 
 
 def own_state(loss: TurnPolicyLoss) -> dict[str, Any]:
-    """The ``state_dict`` of ``loss`` and its estimator, without the weights and buffers of actor and critic."""
+    """The ``state_dict`` of ``loss`` and its estimator, without the weights and buffers of actor
+    and critic."""
     networks = [network for network in (loss.actor_network, loss.critic_network) if network is not None]
     inside = {id(module) for network in networks for module in network.modules()}
     prefixes = tuple(f"{name}." for name, module in loss.named_modules(remove_duplicate=False) if id(module) in inside)
-    # By identity too: a loss may hold the networks' tensors under further names, as that of a shared trunk does.
+    # By identity too: a loss may hold the networks' tensors under further names, as that of a
+    # shared trunk does.
     shared = {id(tensor) for network in networks for tensor in (*network.parameters(), *network.buffers())}
     found = loss.state_dict(keep_vars=True).items()
     own = {name: value for name, value in found if not name.startswith(prefixes) and id(value) not in shared}
@@ -90,7 +96,8 @@ def check_state(loss: TurnPolicyLoss, state: Mapping[str, Any]) -> None:
 
 
 def _without_values(value: Any) -> Any:
-    """For an ordinary tensor, which may be large or sharded, an empty one of its dtype; another value as it is."""
+    """For an ordinary tensor, which may be large or sharded, an empty one of its dtype; another
+    value as it is."""
     ordinary = torch.is_tensor(value) and value.layout == torch.strided
     if not ordinary or value.is_quantized or value.is_nested or value.is_meta:
         return value
@@ -101,7 +108,8 @@ def _error_of_saving(state: Mapping[str, Any]) -> Exception | None:
     part = Held()
     part.state = dict(state)
     try:
-        with TemporaryDirectory() as folder:  # what can be saved is for the checkpoint's own code to say
+        # what can be saved is for the checkpoint's own code to say
+        with TemporaryDirectory() as folder:
             states_of(part=part).save(folder)
     except (TypeError, ValueError, RuntimeError, LookupError) as error:
         return error
@@ -124,7 +132,8 @@ def _fitting(loss: TurnPolicyLoss, state: Mapping[str, Any]) -> dict[str, Any]:
 def _fits(loss: TurnPolicyLoss, name: str, value: Any, own: Any) -> bool:
     if not name.endswith(_EXTRA):
         return getattr(value, "shape", None) == getattr(own, "shape", None)
-    # It may be anything, such as a tensor that grows. A module that does not set it loses it without a word from PyTorch.
+    # It may be anything, such as a tensor that grows. A module that does not set it loses it
+    # without a word from PyTorch.
     return type(_module(loss, name)).set_extra_state is not torch.nn.Module.set_extra_state
 
 
@@ -134,10 +143,12 @@ def _load(loss: TurnPolicyLoss, state: Mapping[str, Any]) -> None:
 
 
 def settle(run: TrainerBase) -> None:
-    """End loading when training begins: an estimator made since then gets its state, and what has no place is named.
+    """End loading when training begins: an estimator made since then gets its state, and what has
+    no place is named.
 
     Raises:
-        CheckpointError: see :func:`check_state`; so that a run does not end with its first checkpoint.
+        CheckpointError: see :func:`check_state`; so that a run does not end with its first
+            checkpoint.
     """
     if run.checkpoints is not None:
         check_state(run.loss, own_state(run.loss))

@@ -14,7 +14,8 @@ from torchrl_llm.utils.interrupts import Interrupted
 
 
 class RunSaver:
-    """Saves a run when it is due, and at the last moment that it can resume from when an error or a signal ends it.
+    """Saves a run when it is due, and at the last moment that it can resume from when an error or a
+    signal ends it.
 
     Args:
         run: the trainer, whose ``checkpoints`` save it.
@@ -32,7 +33,8 @@ class RunSaver:
             self.run.saved_iteration = self.run.iteration
 
     def save_if_due(self, metrics: Mapping[str, float]) -> None:
-        """Save the run after its last iteration, after its best evaluation, and every ``checkpoint_interval`` iterations."""
+        """Save the run after its last iteration, after its best evaluation, and every
+        ``checkpoint_interval`` iterations."""
         # Not ">": evaluate() has put this rate into best_success already.
         best = "evaluation/success" in metrics and metrics["evaluation/success"] >= self.run.best_success
         if self.run.stop_reason or best or is_due(self.run.config.checkpoint_interval, self.run.iteration):
@@ -48,8 +50,9 @@ class RunSaver:
         """Save the iteration if an evaluator, a logger or a callback inside raises.
 
         Args:
-            metrics: of the iteration, if all processes have finished it: several save when it is due, because saving takes
-                all of them. ``None``: the others may be anywhere, and several do not save.
+            metrics: of the iteration, if all processes have finished it: several save when it is
+                due, because saving takes all of them. ``None``: the others may be anywhere, and
+                several do not save.
         """
         try:
             yield
@@ -63,8 +66,10 @@ class RunSaver:
 
     @contextmanager
     def droppable(self) -> Iterator[None]:
-        """For rollouts and evaluations, which change only the collector and the global generators: a signal drops them."""
-        # A collector with a thread samples what was in flight again anyway, and asking for its state pauses it.
+        """For rollouts and evaluations, which change only the collector and the global generators:
+        a signal drops them."""
+        # A collector with a thread samples what was in flight again anyway, and asking for its
+        # state pauses it.
         self.run.collector_state = None if self.run.rollouts.background else self.run.collector.state_dict()
         self._rng = GlobalRNGState().state_dict()
         yield
@@ -73,7 +78,8 @@ class RunSaver:
 
     @contextmanager
     def saved_if_interrupted(self) -> Iterator[None]:
-        """For a whole run: a signal saves it as it was before the rollout or evaluation that the signal drops."""
+        """For a whole run: a signal saves it as it was before the rollout or evaluation that the
+        signal drops."""
         try:
             yield
         except Interrupted as interrupted:

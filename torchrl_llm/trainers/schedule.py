@@ -1,4 +1,5 @@
-"""When things happen in a run: its learning rates (:class:`LearningRateSchedule`), entropy target, KL, evaluations, checkpoints and end."""
+"""When things happen in a run: its learning rates (:class:`LearningRateSchedule`), entropy target,
+KL, evaluations, checkpoints and end."""
 
 from __future__ import annotations
 
@@ -21,16 +22,19 @@ LOOK = 5
 class LearningRateSchedule:
     """Warm-up, then a cosine or a constant, over the turns of a run.
 
-    PyTorch's schedulers count their own steps, but an iteration adds as many turns as its episodes have.
+    PyTorch's schedulers count their own steps, but an iteration adds as many turns as its episodes
+    have.
 
     Args:
         optimizer: the schedule scales its present rates.
-        config: ``max_steps``, ``warmup_fraction``, ``schedule``, ``min_lr_fraction`` and ``lr_decay_fraction``.
+        config: ``max_steps``, ``warmup_fraction``, ``schedule``, ``min_lr_fraction`` and
+            ``lr_decay_fraction``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: TrainerConfig) -> None:
         self.optimizer, self.config = optimizer, config
-        # Kept here, because the rates in a checkpoint's optimizer are those of its last update, scaled.
+        # Kept here, because the rates in a checkpoint's optimizer are those of its last update,
+        # scaled.
         self._rates = [group["lr"] for group in optimizer.param_groups]
 
     def set(self, before: int, after: int) -> None:
@@ -47,8 +51,8 @@ class LearningRateSchedule:
 def lr_factor(config: TrainerConfig, before: int, after: int) -> float:
     """The share of the learning rates in an update on the turns from ``before`` to ``after``.
 
-    The warm-up goes by the turns after them and the cosine by those before, so that no update has a rate of 0: neither the
-    first nor the one that reaches ``max_steps``.
+    The warm-up goes by the turns after them and the cosine by those before, so that no update has a
+    rate of 0: neither the first nor the one that reaches ``max_steps``.
 
     Examples:
         >>> config = TrainerConfig(max_steps=100, lr_decay_fraction=0.5)
@@ -67,7 +71,8 @@ def lr_factor(config: TrainerConfig, before: int, after: int) -> float:
 
 
 def entropy_fraction(config: TrainerConfig, before: int) -> float:
-    """The share of the loss's ``entropy_target`` in an update on turns after the first ``before``: a straight line over ``max_steps``.
+    """The share of the loss's ``entropy_target`` in an update on turns after the first ``before``:
+    a straight line over ``max_steps``.
 
     Examples:
         >>> [entropy_fraction(TrainerConfig(max_steps=100, min_entropy_fraction=0.5), turns) for turns in (0, 50, 100, 200)]
@@ -89,7 +94,8 @@ def kl_fraction(config: TrainerConfig, before: int) -> float:
 
 
 def is_due(interval: int, iteration: int) -> bool:
-    """Whether something that happens every ``interval`` iterations (0: never) happens after this one.
+    """Whether something that happens every ``interval`` iterations (0: never) happens after this
+    one.
 
     Examples:
         >>> is_due(5, 10), is_due(5, 11), is_due(0, 10)
@@ -110,7 +116,8 @@ def limit_reached(config: TrainerConfig, *, steps: int, iteration: int, seconds:
 
 
 def run_share(config: TrainerConfig, *, steps: int, iteration: int, seconds: float) -> float:
-    """The share of a run that is over, by the limit of :func:`limit_reached` that will end it first as it goes; at most 1.
+    """The share of a run that is over, by the limit of :func:`limit_reached` that will end it first
+    as it goes; at most 1.
 
     Examples:
         >>> config = TrainerConfig(max_steps=1000, max_iterations=10)
@@ -126,10 +133,11 @@ def run_share(config: TrainerConfig, *, steps: int, iteration: int, seconds: flo
 
 
 def endless_warm_up(config: TrainerConfig, steps: int) -> str | None:
-    """What is wrong if ``max_iterations`` ends the run before half of the learning rates' warm-up; ``None``: it will not.
+    """What is wrong if ``max_iterations`` ends the run before half of the learning rates' warm-up;
+    ``None``: it will not.
 
-    A run of fewer than :data:`LOOK` iterations is a look at something else, and how many iterations ``max_seconds`` leaves is not known
-    from the first.
+    A run of fewer than :data:`LOOK` iterations is a look at something else, and how many iterations
+    ``max_seconds`` leaves is not known from the first.
 
     Args:
         config: of the run.

@@ -1,4 +1,5 @@
-"""The states in a checkpoint besides weights: optimizer, collectors, tasks; and how a checkpoint holds a state."""
+"""The states in a checkpoint besides weights: optimizer, collectors, tasks; and how a checkpoint
+holds a state."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from torchrl_llm.trainers.fsdp import shard_like
 class State(StateDictCheckpointAdapter):
     """Saves a ``state_dict`` as JSON and one archive of tensors, and reads nothing else.
 
-    An archive, because it is written and not mapped: where a disk is full, writing to a mapped file ends the process (SIGBUS).
+    An archive, because it is written and not mapped: where a disk is full, writing to a mapped file
+    ends the process (SIGBUS).
     """
 
     def __init__(self) -> None:
@@ -36,12 +38,14 @@ class State(StateDictCheckpointAdapter):
         found = {file.name for file in path.iterdir()}
         if found != expected:
             raise CheckpointError(f"{path} holds {sorted(found)}; expected {sorted(expected)}.")
-        tensordict.load(path / self.state_archive, allow_pickle=False)  # TorchRL's own call allows them
+        # TorchRL's own call allows them
+        tensordict.load(path / self.state_archive, allow_pickle=False)
         super().load(component, path, **options)
 
 
 class Held:
-    """A state as a component: it takes that of another one, to be looked at before anything is changed."""
+    """A state as a component: it takes that of another one, to be looked at before anything is
+    changed."""
 
     state: Any = None
 
@@ -62,12 +66,14 @@ def read_states(path: str | Path, *names: str) -> dict[str, Any]:
 
 
 class Optimizer:
-    """The optimizer of all ranks as one component of a checkpoint, in the same format however its state is sharded.
+    """The optimizer of all ranks as one component of a checkpoint, in the same format however its
+    state is sharded.
 
     Args:
         optimizer: this rank's.
         distributed: all ranks; each calls :meth:`gather` before the first one saves, and loads.
-        keep: options of the parameter groups, such as ``"weight_decay"``, that stay as they are when a state is loaded.
+        keep: options of the parameter groups, such as ``"weight_decay"``, that stay as they are
+            when a state is loaded.
     """
 
     def __init__(
@@ -137,7 +143,8 @@ class Collectors:
         return {str(rank): state for rank, state in enumerate(self._states)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with this rank's next task; where ranks, groups or the mixture are others, with one that no rank has sampled."""
+        """Continue with this rank's next task; where ranks, groups or the mixture are others, with
+        one that no rank has sampled."""
         states, own = list(state_dict.values()), self.collector.state_dict()
         if len(states) == self.distributed.world_size and _continues(states[0], own):
             state = state_dict[str(self.distributed.rank)]
@@ -147,7 +154,8 @@ class Collectors:
 
 
 def _continues(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether the states of two collectors are of the same stream of tasks, as far as they hold one."""
+    """Whether the states of two collectors are of the same stream of tasks, as far as they hold
+    one."""
     mine, theirs = (state.get("env_state_dict") for state in (old, new))
     return not mine or not theirs or same_tasks(mine, theirs)
 
@@ -181,7 +189,8 @@ def state_of(seen: SeenTasks) -> dict[str, Any]:
 
 
 def read_state(seen: SeenTasks, state: dict[str, Any]) -> None:
-    """Restore the tasks from a trainer's state, also from one of an earlier version, which did not say whether they are all."""
+    """Restore the tasks from a trainer's state, also from one of an earlier version, which did not
+    say whether they are all."""
     if "seen_tasks" in state:
         seen.tasks = state["seen_tasks"].numpy()
     # It had none only where the rows did not say their tasks: every other run trains on some.

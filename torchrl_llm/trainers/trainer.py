@@ -1,8 +1,8 @@
 """The training loop: :class:`LLMTrainer`.
 
-It knows no algorithm: credit and objective are the loss's, sampling is the policy's, episodes are the collector's. How a run
-is built from settings is :mod:`torchrl_llm.runs.build`; how several processes train as one is
-:mod:`torchrl_llm.trainers.distributed`.
+It knows no algorithm: credit and objective are the loss's, sampling is the policy's, episodes are
+the collector's. How a run is built from settings is :mod:`torchrl_llm.runs.build`; how several
+processes train as one is :mod:`torchrl_llm.trainers.distributed`.
 """
 
 from __future__ import annotations
@@ -37,32 +37,38 @@ class LLMTrainer(TrainerBase):
     Args:
         collector: fills ``replay_buffer`` with one on-policy batch of whole episodes per iteration.
         replay_buffer: holds rows (its transform is :class:`~torchrl_llm.data.TurnsToSequence`).
-        policy: the collector samples with it; it is told after each update that its weights are new.
+        policy: the collector samples with it; it is told after each update that its weights are
+            new.
         loss: one of the losses of :mod:`torchrl_llm.objectives`, with its value estimator made.
         optimizer: its first parameter group is the actor's, its second, if any, the critic's.
         config: the loop's settings.
         reference: scores the reference log-probs; None where the loss needs none.
-        weight_sync: brings the new weights to a policy that has its own, after each update; None where the policy samples
-            from the trained model itself.
-        evaluator: run every ``config.evaluation_interval`` iterations; its metrics may have names of their own. If it fails
-            (or a logger, or a callback), the iteration is saved before the error is raised.
-        checkpoints: where the run is saved: every ``config.checkpoint_interval`` iterations, after an evaluation that is the
-            best so far, and at the end.
+        weight_sync: brings the new weights to a policy that has its own, after each update; None
+            where the policy samples from the trained model itself.
+        evaluator: run every ``config.evaluation_interval`` iterations; its metrics may have names
+            of their own. If it fails (or a logger, or a callback), the iteration is saved before
+            the error is raised.
+        checkpoints: where the run is saved: every ``config.checkpoint_interval`` iterations, after
+            an evaluation that is the best so far, and at the end.
         loggers: TorchRL loggers; each gets every metric.
         callbacks: watch the run.
-        accelerator: device, mixed precision and backward; None makes a plain one, which takes a GPU if there is one. Loss and
-            reference are moved to its device, in place, so that a policy with the same weights samples there too.
-        offload: entered while episodes are collected or evaluated by an engine with weights of its own, as no forward runs here
-            then (:meth:`~torchrl_llm.modules.ActorCritic.offload_base`); by default nothing is moved.
+        accelerator: device, mixed precision and backward; None makes a plain one, which takes a GPU
+            if there is one. Loss and reference are moved to its device, in place, so that a policy
+            with the same weights samples there too.
+        offload: entered while episodes are collected or evaluated by an engine with weights of its
+            own, as no forward runs here then
+            (:meth:`~torchrl_llm.modules.ActorCritic.offload_base`); by default nothing is moved.
         numerics: what PyTorch is set to meanwhile, for the whole process; None leaves it as it is.
-        seen_tasks: collects the tasks of training, for :func:`~torchrl_llm.trainers.evaluate`; None makes an empty one.
+        seen_tasks: collects the tasks of training, for :func:`~torchrl_llm.trainers.evaluate`; None
+            makes an empty one.
 
-    The attributes are those of :class:`~torchrl_llm.trainers.base.TrainerBase` and the parts, which are read-only, because other
-    parts hold them too: assigning one raises ``AttributeError``. ``evaluator``, ``checkpoints``, ``loggers`` and
-    ``callbacks`` may be replaced at any time.
+    The attributes are those of :class:`~torchrl_llm.trainers.base.TrainerBase` and the parts, which
+    are read-only, because other parts hold them too: assigning one raises ``AttributeError``.
+    ``evaluator``, ``checkpoints``, ``loggers`` and ``callbacks`` may be replaced at any time.
 
     Raises:
-        ConfigError: parts that do not go together, such as an optimizer that steps other parameters than the loss's.
+        ConfigError: parts that do not go together, such as an optimizer that steps other parameters
+            than the loss's.
     """
 
     _wanted = 0
@@ -87,10 +93,12 @@ class LLMTrainer(TrainerBase):
         """Train with another optimizer, of new parameters (merged adapters); with one process only.
 
         Args:
-            optimizer: of all trainable parameters of the loss, with the groups and rates of the old one; it has not stepped.
+            optimizer: of all trainable parameters of the loss, with the groups and rates of the old
+                one; it has not stepped.
 
         Raises:
-            ConfigError: there are several processes, whose gradients are averaged for the old parameters.
+            ConfigError: there are several processes, whose gradients are averaged for the old
+                parameters.
         """
         self.distributed.check_replaceable()
         self.prepare(optimizer)
@@ -98,19 +106,23 @@ class LLMTrainer(TrainerBase):
     # ---------------------------------------- the loop
 
     def train(self) -> list[dict[str, float]]:
-        """Run until a limit is reached; returns :attr:`history`. Collector and loggers are closed at the end.
+        """Run until a limit is reached; returns :attr:`history`. Collector and loggers are closed
+        at the end.
 
-        SIGINT and SIGTERM are caught (:mod:`torchrl_llm.utils.interrupts`): a rollout or an evaluation is dropped, an update is
-        finished, and the run is saved so that it resumes to the same bytes.
+        SIGINT and SIGTERM are caught (:mod:`torchrl_llm.utils.interrupts`): a rollout or an
+        evaluation is dropped, an update is finished, and the run is saved so that it resumes to the
+        same bytes.
 
         Raises:
-            Interrupted: a signal has come; it ends the process with the signal's exit code if nobody catches it.
+            Interrupted: a signal has come; it ends the process with the signal's exit code if
+                nobody catches it.
         """
         self.start_clock()
         settle(self)
         self.check_options()  # again: the estimator may be another
         resume = "resume=True and else the same settings, without overwrite and resume_from"
-        # They end from right to left: the run is saved before the collector shuts down, and the handlers go last.
+        # They end from right to left: the run is saved before the collector shuts down, and the
+        # handlers go last.
         products = self.numerics.products()
         with catch_signals(resume), products, closing(self), self._end_watched(), self.saver.saved_if_interrupted():
             for callback in self.callbacks:
@@ -131,14 +143,17 @@ class LLMTrainer(TrainerBase):
         return self.history
 
     def collect(self, batches: Iterator[object]) -> TensorDictBase | None:
-        """The rows ``[B]`` of one iteration; None, and a :attr:`stop_reason`, when the collector has no more.
+        """The rows ``[B]`` of one iteration; None, and a :attr:`stop_reason`, when the collector
+        has no more.
 
-        One batch of the collector; with ``config.dynamic_sampling``, as many as it takes (and the setting allows) until
-        one batch's number of episodes is in groups that get credit.
+        One batch of the collector; with ``config.dynamic_sampling``, as many as it takes (and the
+        setting allows) until one batch's number of episodes is in groups that get credit.
         """
-        # A resumed run starts without cached contexts. Drop the cache, which may hold contexts of an evaluation, to be the same.
+        # A resumed run starts without cached contexts. Drop the cache, which may hold contexts of
+        # an evaluation, to be the same.
         self.policy.drop_cache()
-        self._weigh_terms(self.steps)  # also here: dynamic sampling asks the estimator which groups get credit
+        # also here: dynamic sampling asks the estimator which groups get credit
+        self._weigh_terms(self.steps)
         with self.saver.droppable():
             rows = self._next_batch(batches)
             if rows is None or not self.config.dynamic_sampling:
@@ -158,7 +173,8 @@ class LLMTrainer(TrainerBase):
 
     def _next_batch(self, batches: Iterator[object]) -> TensorDictBase | None:
         with self.timer("rollout"), self.policy_weights(here=self.rollouts.runs_here):
-            # All stop together: a process that continued alone would wait for the others in the update.
+            # All stop together: a process that continued alone would wait for the others in the
+            # update.
             if self.distributed.all_reduce_max(next(batches, _END) is _END):
                 self.stop_reason = "the collector reached its own limit"
                 return None
@@ -169,13 +185,15 @@ class LLMTrainer(TrainerBase):
 
     @contextmanager
     def policy_weights(self, *, here: bool = True) -> Iterator[None]:
-        """Inside, a policy that samples ``here`` from the trained model has its full weights; where none does, they are offloaded."""
+        """Inside, a policy that samples ``here`` from the trained model has its full weights; where
+        none does, they are offloaded."""
         full = here and not self.policy.owns_weights
         with self.numerics.products(), self.distributed.gathered_parameters() if full else self.offload():
             yield
 
     def iterate(self, batch: TensorDictBase) -> dict[str, float]:
-        """One iteration on the rows that :meth:`collect` returned: choose, score, credit, update; returns its metrics."""
+        """One iteration on the rows that :meth:`collect` returned: choose, score, credit, update;
+        returns its metrics."""
         collected, before = self.distributed.all_gather_rows(batch, ROLLOUT_KEYS), self.steps
         self.steps += int(collected[keys.TURN_MASK].sum())
         self.episodes += collected.shape[0]
@@ -202,7 +220,8 @@ class LLMTrainer(TrainerBase):
         return metrics | self._progress(collected)
 
     def _weigh_terms(self, before: int) -> None:
-        """The loss's terms that fall during a run, for an update on turns after the first ``before``."""
+        """The loss's terms that fall during a run, for an update on turns after the first
+        ``before``."""
         self.loss.entropy_fraction = entropy_fraction(self.config, before)
         self.loss.kl_fraction = kl_fraction(self.config, before)
 
@@ -210,10 +229,12 @@ class LLMTrainer(TrainerBase):
         """Score, credit and update on rows ``[B]``; then the policy gets the new weights.
 
         Args:
-            batch: whole groups. Where they have no ``"sample_log_prob"``, or rows that nobody sampled (NaN, as in rows of
-                :func:`~torchrl_llm.data.read_transcripts`), ratios are taken against the present weights, which are scored first.
-                Scores and credit are written into them, or into a copy where they are on another device than the weights.
-            scored: they hold the scores of the present weights already, as :meth:`collect` writes them for dynamic sampling.
+            batch: whole groups. Where they have no ``"sample_log_prob"``, or rows that nobody
+                sampled (NaN, as in rows of :func:`~torchrl_llm.data.read_transcripts`), ratios are
+                taken against the present weights, which are scored first. Scores and credit are
+                written into them, or into a copy where they are on another device than the weights.
+            scored: they hold the scores of the present weights already, as :meth:`collect` writes
+                them for dynamic sampling.
 
         Raises:
             KeyError: there is no ``"sample_log_prob"``, and a correction for the sampler needs it.
@@ -250,7 +271,8 @@ class LLMTrainer(TrainerBase):
         return metrics
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
-        """``config.epochs`` passes of optimizer steps over ``batch``; returns the means of the loss's metrics.
+        """``config.epochs`` passes of optimizer steps over ``batch``; returns the means of the
+        loss's metrics.
 
         A step that reaches ``config.target_kl`` is the last.
         """
@@ -282,11 +304,12 @@ class LLMTrainer(TrainerBase):
     def _log(self, metrics: dict[str, float]) -> None:
         # First: if a logger raises, the iteration that is saved has its metrics.
         self.history.append(metrics)
-        # Each is called, whatever the others raise: a resumed run does not come back to this iteration, and what a callback
-        # does in it, such as a stage of a curriculum, would be lost.
+        # Each is called, whatever the others raise: a resumed run does not come back to this
+        # iteration, and what a callback does in it, such as a stage of a curriculum, would be lost.
         with ExitStack() as last_to_first:
             for callback in reversed(self.callbacks):
-                # A copy: what is added now would come too late for the loggers, and for some of the callbacks.
+                # A copy: what is added now would come too late for the loggers, and for some of the
+                # callbacks.
                 last_to_first.callback(callback.on_iteration, self, dict(metrics))
             for target in reversed(self.loggers):
                 last_to_first.callback(target.log_metrics, metrics, step=self.steps)
@@ -327,7 +350,8 @@ class LLMTrainer(TrainerBase):
         interruptible(lambda: None, self.distributed.all_reduce_max)
 
     def reconsider(self) -> None:
-        """Forget why the run ended and look at the limits again: they may be others since it was resumed."""
+        """Forget why the run ended and look at the limits again: they may be others since it was
+        resumed."""
         self.stop_reason = None
         self.start_clock()
         self._check_limits()
@@ -337,13 +361,15 @@ class LLMTrainer(TrainerBase):
         try:
             yield
         finally:
-            # Each ends, whatever the others raise; the first, which may hold the folder that the others write to, as the last.
+            # Each ends, whatever the others raise; the first, which may hold the folder that the
+            # others write to, as the last.
             with ExitStack() as last_to_first:
                 for callback in self.callbacks:
                     last_to_first.callback(callback.on_end, self)
 
     def close(self) -> None:
-        """Shut the collector down and flush the loggers, also if one of them fails; safe to call twice."""
+        """Shut the collector down and flush the loggers, also if one of them fails; safe to call
+        twice."""
         with ExitStack() as last_to_first:
             for target in self.loggers:
                 last_to_first.callback(target.flush)

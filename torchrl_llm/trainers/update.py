@@ -1,4 +1,5 @@
-"""The two halves of an update: :class:`RowScorer` writes scores and credit into rows, :class:`Updater` takes optimizer steps on them."""
+"""The two halves of an update: :class:`RowScorer` writes scores and credit into rows,
+:class:`Updater` takes optimizer steps on them."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class RowScorer:
     @property
     def estimator(self) -> ValueEstimatorBase:
         """The loss's value estimator, which takes its statistics over all ranks if it can."""
-        estimator = self.run.loss.value_estimator  # not kept: loss.make_value_estimator may replace it during a run
+        # not kept: loss.make_value_estimator may replace it during a run
+        estimator = self.run.loss.value_estimator
         if isinstance(estimator, TurnEstimator) and estimator.process_group is None:
             estimator.process_group = self.run.distributed.process_group
         return estimator
@@ -60,13 +62,15 @@ class RowScorer:
 
     @property
     def reads_reference(self) -> bool:
-        """Whether the log-probs of the reference are read: a stock loss reads none once its KL's weight has fallen to 0."""
+        """Whether the log-probs of the reference are read: a stock loss reads none once its KL's
+        weight has fallen to 0."""
         loss = self.run.loss
         return loss.kl_fraction > 0 or loss.tensor_keys.ref_log_prob in loss.in_keys or self.credit_reads_reference
 
     @property
     def credit_reads_reference(self) -> bool:
-        """Whether the estimator reads them: a stock one, while the KL that it takes out of the rewards has a weight."""
+        """Whether the estimator reads them: a stock one, while the KL that it takes out of the
+        rewards has a weight."""
         return keys.REF_LOG_PROB in self.estimator.in_keys
 
     # ---------------------------------------- scores and credit
@@ -79,7 +83,8 @@ class RowScorer:
 
     @torch.no_grad()
     def score(self, batch: TensorDictBase) -> None:
-        """Write the inputs of the loss that need frozen weights into rows ``[B]``: old and reference log-probs, values."""
+        """Write the inputs of the loss that need frozen weights into rows ``[B]``: old and
+        reference log-probs, values."""
         limit, loss = self.run.config.micro_batch_tokens, self.run.loss
         scores_old = self._lacks_log_probs(batch) or self.scores_old
         with self._scoring(), self.run.distributed.gathered_parameters():
@@ -93,7 +98,8 @@ class RowScorer:
                 data.apply_in_micro_batches(loss.critic_network, batch, limit, prefix_cost(loss.critic_network))
 
     def _lacks_log_probs(self, batch: TensorDictBase) -> bool:
-        """Whether ratios are taken and rows have no log-probs to take them against: those of other collectors may not.
+        """Whether ratios are taken and rows have no log-probs to take them against: those of other
+        collectors may not.
 
         Those of conversations that nobody sampled are NaN; they are deleted then.
         """
@@ -116,7 +122,8 @@ class RowScorer:
         return True
 
     def credit(self, batch: TensorDictBase) -> TensorDictBase:
-        """Shape the rewards of scored rows ``[B]`` as the settings say, and write the estimator's credit."""
+        """Shape the rewards of scored rows ``[B]`` as the settings say, and write the estimator's
+        credit."""
         config, limit = self.run.config, self.run.policy.sampling.max_output_tokens
         if config.overlong_penalty:
             buffer = config.overlong_buffer or limit
@@ -131,19 +138,22 @@ class RowScorer:
 
     @property
     def credit_reads_scores(self) -> bool:
-        """Whether advantages depend on log-probs or values that are scored; if not, only rows to learn from are scored."""
+        """Whether advantages depend on log-probs or values that are scored; if not, only rows to
+        learn from are scored."""
         corrects, critic = self.run.credit_corrects_sampler, self.run.loss.critic_network
         return self.credit_reads_reference or corrects or critic is not None
 
     def score_for_credit(self, rows: TensorDictBase) -> None:
-        """:meth:`score` one batch of the collector, if its advantages depend on it: once, because weights do not change meanwhile."""
+        """:meth:`score` one batch of the collector, if its advantages depend on it: once, because
+        weights do not change meanwhile."""
         if self.credit_reads_scores:
             sync = self.run.weight_sync
             with nullcontext() if sync is None else sync.asleep():
                 self.score(rows)
 
     def batch_size(self, rows: TensorDictBase) -> int:
-        """How many episodes one batch of the collector has on all ranks, where it delivered ``rows``."""
+        """How many episodes one batch of the collector has on all ranks, where it delivered
+        ``rows``."""
         own = self.run.rollouts.batch_size
         return int(self.run.distributed.all_reduce_sum(rows.shape[0] if own is None else own))
 
@@ -152,16 +162,19 @@ class RowScorer:
         return int(self.run.distributed.all_reduce_sum(int(self._nonzero_variance(rows).sum())))
 
     def choose(self, rows: TensorDictBase, wanted: int) -> TensorDictBase:
-        """The rows of groups that get credit: at most ``wanted`` on all ranks, the first in the order in which one process collects them."""
+        """The rows of groups that get credit: at most ``wanted`` on all ranks, the first in the
+        order in which one process collects them."""
         chosen = rows[self._nonzero_variance(rows)]
         ids = zip(chosen[keys.GROUP_ID].tolist(), chosen[keys.EPISODE_ID].tolist(), strict=True)
         first = [episode for _, episode in sorted(self.run.distributed.all_gather(list(ids)))[:wanted]]
         return chosen[torch.isin(chosen[keys.EPISODE_ID], torch.tensor(first, dtype=torch.int64, device=rows.device))]
 
     def _nonzero_variance(self, rows: TensorDictBase) -> Tensor:
-        """Which rows are of groups that the update would learn from, ``[B]`` bool: what the estimator makes of the score decides."""
-        # In a copy: the rows that are chosen are credited again, as one batch. Without `overlong_penalty`: it would find every
-        # group whose answers differ in length, also where all of them lost (DAPO judges its groups by the answers alone).
+        """Which rows are of groups that the update would learn from, ``[B]`` bool: what the
+        estimator makes of the score decides."""
+        # In a copy: the rows that are chosen are credited again, as one batch. Without
+        # `overlong_penalty`: it would find every group whose answers differ in length, also where
+        # all of them lost (DAPO judges its groups by the answers alone).
         return data.nonzero_variance(self._estimate(rows.copy()))
 
 
@@ -181,7 +194,8 @@ class Updater:
         return self.run.iteration < self.run.config.critic_warmup
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
-        """Take the optimizer steps of an update on rows ``[B]``; returns the means of their metrics."""
+        """Take the optimizer steps of an update on rows ``[B]``; returns the means of their
+        metrics."""
         target, steps, added = self.run.config.target_kl, [], []
         region = Unbounded() if target is None or self.warms_up_critic else TrustRegion(self.run, batch, target)
         for minibatch, last in self._passes(batch):
@@ -214,9 +228,11 @@ class Updater:
             yield final, not left
 
     def minibatches(self, batch: TensorDictBase) -> list[TensorDictBase]:
-        """Rows ``[B]``, shuffled and cut into optimizer batches; equally many on all ranks, none empty."""
+        """Rows ``[B]``, shuffled and cut into optimizer batches; equally many on all ranks, none
+        empty."""
         run, distributed = self.run, self.run.distributed
-        check_accumulation(run.accelerator)  # again: an Accelerator made since then may have changed it
+        # again: an Accelerator made since then may have changed it
+        check_accumulation(run.accelerator)
         own = distributed.own_rows(batch)
         size = run.config.minibatch_size or int(distributed.all_reduce_sum(own.shape[0]))
         found = data.minibatches(own, size, generator=run.generator, process_group=distributed.process_group)
@@ -224,14 +240,16 @@ class Updater:
         return [distributed.nonempty(rows, batch[:1]) for rows in found]
 
     def micro_batches(self, rows: TensorDictBase) -> list[TensorDictBase]:
-        """An optimizer batch with its loss weights, cut so that a part fits into memory; equally many on all ranks."""
+        """An optimizer batch with its loss weights, cut so that a part fits into memory; equally
+        many on all ranks."""
         distributed = self.run.distributed
         weighted, loss = write_loss_weights(rows, self.run.loss, distributed.process_group), self.run.loss
         cost = prefix_cost(loss.actor_network, *([loss.critic_network] if loss.critic_network is not None else []))
         return distributed.equal_count(data.micro_batches(weighted, self.run.config.micro_batch_tokens, cost))
 
     def accumulate(self, parts: list[TensorDictBase]) -> dict[str, Tensor]:
-        """Accumulate the gradient of one optimizer batch: losses are weighted sums, so its micro-batches ``parts`` add up."""
+        """Accumulate the gradient of one optimizer batch: losses are weighted sums, so its
+        micro-batches ``parts`` add up."""
         outputs = []
         for i, part in enumerate(parts):
             # DDP averages gradients once an optimizer step, with the last micro-batch.
@@ -250,16 +268,19 @@ class Updater:
         }
 
     def step(self, region: Unbounded | TrustRegion | None = None) -> dict[str, Tensor]:
-        """Clip the gradient and step; a gradient that is not finite takes no step, and weights and optimizer stay as they are.
+        """Clip the gradient and step; a gradient that is not finite takes no step, and weights and
+        optimizer stay as they are.
 
         Args:
             region: takes the step, which it may shorten later; ``None``: it is taken as it is.
 
         Returns:
-            The norms before clipping if the step was taken, and whether it was skipped (1.0, or 0.0).
+            The norms before clipping if the step was taken, and whether it was skipped (1.0, or
+            0.0).
 
         Raises:
-            NonFiniteGradientError: as many steps in a row as :data:`~torchrl_llm.trainers.finite.MAX_SKIPPED_STEPS` were skipped.
+            NonFiniteGradientError: as many steps in a row as
+                :data:`~torchrl_llm.trainers.finite.MAX_SKIPPED_STEPS` were skipped.
         """
         norms = self.clip()
         taken = all_finite(norms, self.run.accelerator.device)
@@ -274,8 +295,8 @@ class Updater:
     def clip(self) -> dict[str, Tensor]:
         """Clip the gradient, actor and critic apart; returns the norms before."""
         if self.warms_up_critic:
-            # None and not zeros, which AdamW would step with its moments and weight decay. A trunk that actor and
-            # critic share is in the actor's group, and keeps still too.
+            # None and not zeros, which AdamW would step with its moments and weight decay. A trunk
+            # that actor and critic share is in the actor's group, and keeps still too.
             for parameter in self.run.optimizer.param_groups[0]["params"]:
                 parameter.grad = None
         # Once for all groups: a gradient scaler refuses to unscale twice.
@@ -284,10 +305,12 @@ class Updater:
         return {f"optim/grad_norm_{name}": full_on_cpu(norm) for name, norm in zip(GROUPS, norms, strict=False)}
 
     def log_prob_gap(self, batch: TensorDictBase, first_step: Mapping[str, Tensor]) -> dict[str, float]:
-        """The mean difference of the log-probs of scorer and sampler before the update; nothing for a loss without ratios."""
+        """The mean difference of the log-probs of scorer and sampler before the update; nothing for
+        a loss without ratios."""
         name = "policy/log_prob_gap"
         if keys.OLD_LOG_PROB not in batch:
-            # The ratio is to the sampler then, and before the first step the model is the one that sampled.
+            # The ratio is to the sampler then, and before the first step the model is the one that
+            # sampled.
             ratio = first_step.get("policy/log_ratio")
             return {} if ratio is None else {name: ratio.item()}
         if keys.SAMPLE_LOG_PROB not in batch:
@@ -298,13 +321,15 @@ class Updater:
 
 
 def _has_unknown(batch: TensorDictBase, log_prob: Tensor) -> bool:
-    """Whether a row ``[B, L]`` has NaN as the log-prob of each of its action tokens, which were not sampled."""
+    """Whether a row ``[B, L]`` has NaN as the log-prob of each of its action tokens, which were not
+    sampled."""
     actions = batch[keys.TURN_IDS] >= 0
     return bool((actions.any(-1) & (log_prob.isnan() | ~actions).all(-1)).any())
 
 
 def _at_start(first_step: Mapping[str, Tensor]) -> dict[str, float]:
-    """The KL to the reference of the weights before the update: the mean over steps has what the update itself moved."""
+    """The KL to the reference of the weights before the update: the mean over steps has what the
+    update itself moved."""
     start = first_step.get("policy/kl_reference")
     return {} if start is None else {"policy/kl_reference_start": start.item()}
 

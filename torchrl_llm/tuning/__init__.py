@@ -1,4 +1,5 @@
-"""Searches over the settings of runs, on Ray Tune: populations (PBT), early stopping (ASHA), random search."""
+"""Searches over the settings of runs, on Ray Tune: populations (PBT), early stopping (ASHA), random
+search."""
 
 from torchrl_llm.tuning.results import TuningError, report_best, summary, table
 from torchrl_llm.tuning.search import tune

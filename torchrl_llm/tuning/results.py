@@ -1,4 +1,5 @@
-"""What a search has found: a table, ``tuning.json``, and the best trial with the report of any run."""
+"""What a search has found: a table, ``tuning.json``, and the best trial with the report of any
+run."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def summary(tuning: TuningConfig, grid: Any) -> list[dict[str, Any]]:
         grid: Ray Tune's ``ResultGrid``.
 
     Returns:
-        Of each trial its name, folder, present settings, number of generations, last evaluation, and error or ``None``.
+        Of each trial its name, folder, present settings, number of generations, last evaluation,
+        and error or ``None``.
     """
     trials = []
     for result in grid:
@@ -75,10 +77,11 @@ def _short(value: Any) -> str:
 
 
 def report_best(tuning: TuningConfig, trials: Sequence[dict[str, Any]], say: Callable[[str], None]) -> dict[str, Any]:
-    """Print the table, evaluate the best trial on tasks that nothing else uses, and write its report and ``tuning.json``.
+    """Print the table, evaluate the best trial on tasks that nothing else uses, and write its
+    report and ``tuning.json``.
 
-    The trials were compared by the same evaluation, so the best one's score there is too high on average: it is the best of
-    several. The evaluation of its report is on other tasks.
+    The trials were compared by the same evaluation, so the best one's score there is too high on
+    average: it is the best of several. The evaluation of its report is on other tasks.
 
     Args:
         tuning: what was searched.

@@ -1,7 +1,9 @@
-"""A search on Ray Tune: :func:`tune`. Schedulers and searchers are Ray Tune's; a trial is :mod:`torchrl_llm.tuning.trial`.
+"""A search on Ray Tune: :func:`tune`. Schedulers and searchers are Ray Tune's; a trial is
+:mod:`torchrl_llm.tuning.trial`.
 
-Ray Tune keeps what it knows in ``output_dir/ray``, with a copy of each trial's run after each generation as its checkpoint. The
-runs themselves are in ``output_dir/trials``. On a cluster all machines need this folder at the same place.
+Ray Tune keeps what it knows in ``output_dir/ray``, with a copy of each trial's run after each
+generation as its checkpoint. The runs themselves are in ``output_dir/trials``. On a cluster all
+machines need this folder at the same place.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from torchrl_llm.utils.options import ConfigError
 
 _STATE, _NAME = "ray", "search"
 _RUN = "run"
-"""The folder of a checkpoint of Ray Tune that holds the run: Ray Tune has files of its own beside it."""
+"""The folder of a checkpoint of Ray Tune that holds the run: Ray Tune has files of its own beside
+it."""
 
-# Workers stay in the folder of the driver, because relative paths in the base settings count from there; and a trial that
-# uses more threads than it asked Ray for slows the others down.
+# Workers stay in the folder of the driver, because relative paths in the base settings count from
+# there; and a trial that uses more threads than it asked Ray for slows the others down.
 _ENVIRONMENT = {"RAY_CHDIR_TO_TRIAL_DIR": "0"}
 
 
@@ -49,17 +52,18 @@ def tune(tuning: TuningConfig, *, resume: bool = False, trust: bool = False, add
     Args:
         tuning: what is searched.
         resume: continue the search in ``tuning.output_dir``; if there is none, start it.
-        trust: the search in ``tuning.output_dir`` is one's own, so that its pickles may be read, which can run any code. Ray Tune
-            keeps what it knows in no other form.
-        address: of a Ray cluster, such as ``"auto"``; ``None``: a Ray of this process alone, or the one that it has started.
+        trust: the search in ``tuning.output_dir`` is one's own, so that its pickles may be read,
+            which can run any code. Ray Tune keeps what it knows in no other form.
+        address: of a Ray cluster, such as ``"auto"``; ``None``: a Ray of this process alone, or the
+            one that it has started.
 
     Returns:
         Ray Tune's ``ResultGrid``.
 
     Raises:
         MissingExtraError: Ray Tune is not installed.
-        ConfigError: the folder holds another search, or one that is to be resumed without trust, or the machines have too little
-            for one trial.
+        ConfigError: the folder holds another search, or one that is to be resumed without trust, or
+            the machines have too little for one trial.
     """
     place, found = tuning.output_dir / _STATE / _NAME, tuning.output_dir / FILE
     if resume and place.exists() and not trust:
@@ -97,8 +101,8 @@ def _tuner(ray_tune: Any, tuning: TuningConfig) -> Any:
             trial_dirname_creator=_name,
             scheduler=scheduler,
             search_alg=basic.BasicVariantGenerator(random_state=tuning.seed),
-            # Each new process takes seconds to import PyTorch. How a model computes is fixed for a process, though:
-            # accelerate keeps one mixed precision.
+            # Each new process takes seconds to import PyTorch. How a model computes is fixed for a
+            # process, though: accelerate keeps one mixed precision.
             reuse_actors=tuning.dimensions.keys().isdisjoint(names_of(ModelConfig)),
         ),
         run_config=ray_tune.RunConfig(
@@ -106,8 +110,8 @@ def _tuner(ray_tune: Any, tuning: TuningConfig) -> Any:
             storage_path=str(tuning.output_dir / _STATE),
             stop={"training_iteration": tuning.generations},
             failure_config=ray_tune.FailureConfig(max_failures=tuning.max_failures),
-            # A population is paused after each generation, which saves it anyway. Three are kept, because a trial may be
-            # copied a generation after its copy was chosen.
+            # A population is paused after each generation, which saves it anyway. Three are kept,
+            # because a trial may be copied a generation after its copy was chosen.
             checkpoint_config=ray_tune.CheckpointConfig(num_to_keep=3, checkpoint_frequency=0 if pbt else 1),
             verbose=0,
         ),
@@ -120,7 +124,8 @@ def _resources(ray_tune: Any, tuning: TuningConfig) -> Any:
 
 
 def trial_class(tuning: TuningConfig) -> type:
-    """Ray Tune's ``Trainable`` of a search: a step is a generation, a checkpoint is a copy of the run."""
+    """Ray Tune's ``Trainable`` of a search: a step is a generation, a checkpoint is a copy of the
+    run."""
     trainable: Any = import_tune().Trainable
 
     class Trial(trainable):
@@ -140,13 +145,15 @@ def trial_class(tuning: TuningConfig) -> type:
             put_back(Path(checkpoint_dir) / _RUN, self.folder)
 
         def reset_config(self, new_config: dict[str, Any]) -> bool:
-            return True  # nothing is kept between two steps: this process can go on as another trial
+            # nothing is kept between two steps: this process can go on as another trial
+            return True
 
     return Trial
 
 
 def _name(trial: Any) -> str:
-    """The number of a trial, which is the same in every search: Ray Tune puts letters before it that are not."""
+    """The number of a trial, which is the same in every search: Ray Tune puts letters before it
+    that are not."""
     return trial.trial_id.rpartition("_")[2]
 
 
@@ -160,12 +167,13 @@ def _domains(tuning: TuningConfig) -> dict[str, Any]:
 
 
 def _population(tuning: TuningConfig) -> Any:
-    """Ray Tune's ``PopulationBasedTraining``, in step: a generation begins when all trials have ended the one before."""
+    """Ray Tune's ``PopulationBasedTraining``, in step: a generation begins when all trials have
+    ended the one before."""
     scheduler: Any = import_extra("ray.tune.schedulers", extra="tune", what="Tuning").PopulationBasedTraining
 
     class Population(scheduler):
-        """Takes up a search that is restored. Ray Tune saves the trials of a search and not its scheduler, which would wait
-        for generations that are over, for ever (Ray 2.60)."""
+        """Takes up a search that is restored. Ray Tune saves the trials of a search and not its
+        scheduler, which would wait for generations that are over, for ever (Ray 2.60)."""
 
         def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
             super().on_trial_add(tune_controller, trial)
@@ -224,7 +232,8 @@ def _running_ray(tuning: TuningConfig, address: str | None) -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Inside, the generators that Ray Tune's schedulers draw from have a seed; after it they are as they were."""
+    """Inside, the generators that Ray Tune's schedulers draw from have a seed; after it they are as
+    they were."""
     states, before = (random.getstate(), np.random.get_state()), dict(os.environ)
     random.seed(seed)
     np.random.seed(seed % 2**32)

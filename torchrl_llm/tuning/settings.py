@@ -1,4 +1,5 @@
-"""What is tuned, and how: :class:`TuningConfig` and the space of settings that it searches. Nothing here needs Ray."""
+"""What is tuned, and how: :class:`TuningConfig` and the space of settings that it searches. Nothing
+here needs Ray."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ _SCORE = (
     "seed",
     "step_timeout",
 )
-"""Settings that change what an evaluation measures: with them in a space scores could not be compared."""
+"""Settings that change what an evaluation measures: with them in a space scores could not be
+compared."""
 
 _NOT_TUNED = {
     **dict.fromkeys(_SCORE, "it changes what the evaluations measure, and scores could not be compared"),
@@ -47,7 +49,8 @@ _NOT_TUNED = {
 }
 
 _FIXED = (*names_of(WeightsConfig), *names_of(ModelConfig), "group_size")
-"""Settings that a resumed run cannot change (the last, because the tasks of a checkpoint are in groups of that size)."""
+"""Settings that a resumed run cannot change (the last, because the tasks of a checkpoint are in
+groups of that size)."""
 
 _MOST_COMBINATIONS = 1024
 """Corners of the space that are checked before anything runs."""
@@ -58,7 +61,8 @@ class Dimension:
     """The values of one setting.
 
     Attributes:
-        kind: ``"loguniform"`` and ``"uniform"`` draw numbers between two bounds, ``"choice"`` one of the values.
+        kind: ``"loguniform"`` and ``"uniform"`` draw numbers between two bounds, ``"choice"`` one
+            of the values.
         values: the two bounds, or the choices.
     """
 
@@ -81,23 +85,25 @@ class Dimension:
 class TuningConfig(Checked):
     """A search over the settings of runs: what varies, what stays, and for how long.
 
-    A trial is a run with the settings of ``base`` and one value of each dimension of ``space``. A generation of a trial is
-    ``episodes`` episodes of training and one evaluation, on the same tasks for all trials and with the same sampling.
+    A trial is a run with the settings of ``base`` and one value of each dimension of ``space``. A
+    generation of a trial is ``episodes`` episodes of training and one evaluation, on the same tasks
+    for all trials and with the same sampling.
 
     Raises:
-        ConfigError: the space is wrong, or does not go together with ``base`` or ``scheduler``; the message says what to do.
+        ConfigError: the space is wrong, or does not go together with ``base`` or ``scheduler``; the
+            message says what to do.
     """
 
     base: Path
-    """YAML file with the settings that all trials share, as for torchrl-llm train --config. In a file of settings a
-    relative path counts from the folder of that file."""
+    """YAML file with the settings that all trials share, as for torchrl-llm train --config. In a
+    file of settings a relative path counts from the folder of that file."""
     space: dict[str, Any]
     """Setting -> {loguniform: [low, high]}, {uniform: [low, high]} or {choice: [value, ...]}."""
     output_dir: Path = Path("runs/tuning")
     """Where the trials, their state and tuning.json go."""
     scheduler: Literal["pbt", "asha", "random"] = "pbt"
-    """"pbt" trains a population, whose worst trials continue from copies of the best with perturbed settings; "asha" stops
-    the worse trials early; "random" trains all to the end."""
+    """"pbt" trains a population, whose worst trials continue from copies of the best with perturbed
+    settings; "asha" stops the worse trials early; "random" trains all to the end."""
     trials: Count = 4
     """Number of trials; for "pbt" the size of the population."""
     generations: Count = 4
@@ -113,7 +119,8 @@ class TuningConfig(Checked):
     gpus_per_trial: NonNegative = 0.0
     """GPUs that a trial asks Ray for; several may share one."""
     max_failures: Natural = 3
-    """How often a trial that was killed or has failed continues from the end of its last generation."""
+    """How often a trial that was killed or has failed continues from the end of its last
+    generation."""
 
     def __post_init__(self) -> None:
         self.base = Path(self.base).expanduser().absolute()
@@ -216,7 +223,8 @@ class TuningConfig(Checked):
             yield f"space draws {name} as {dimension.kind}, and it takes no fractions: use choice, with its values."
 
     def _check_corners(self) -> None:
-        """Make the settings of every corner of the space, so that a value that a run would refuse is refused now."""
+        """Make the settings of every corner of the space, so that a value that a run would refuse
+        is refused now."""
         names = [*self.dimensions]
         for corner in islice(product(*(each.values for each in self.dimensions.values())), _MOST_COMBINATIONS):
             sampled = dict(zip(names, corner, strict=True))

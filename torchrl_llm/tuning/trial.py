@@ -1,7 +1,9 @@
-"""A trial as a run's folder: trained for a generation, copied, and put back. Nothing here needs Ray.
+"""A trial as a run's folder: trained for a generation, copied, and put back. Nothing here needs
+Ray.
 
-The folder is that of any run, with one more file: ``generations.jsonl`` has a line for each generation, and is copied with the
-run. So it says, of a run that began as another trial's copy, which settings trained its weights when.
+The folder is that of any run, with one more file: ``generations.jsonl`` has a line for each
+generation, and is copied with the run. So it says, of a run that began as another trial's copy,
+which settings trained its weights when.
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ def train_generation(
         tuning: base settings and budget.
         folder: the run's, at the end of the generation before.
         sampled: setting -> value, in force from here on.
-        generation: counts from 1; the first one starts a new run in place of whatever trial was there.
+        generation: counts from 1; the first one starts a new run in place of whatever trial was
+            there.
 
     Returns:
-        The evaluation: ``success``, its 95 % interval ``success_low`` and ``success_high``, and ``reward``;
-        and the run's counters ``iterations``, ``episodes`` and ``turns``.
+        The evaluation: ``success``, its 95 % interval ``success_low`` and ``success_high``, and
+        ``reward``; and the run's counters ``iterations``, ``episodes`` and ``turns``.
 
     Raises:
         ConfigError: the settings do not go together, or the run ends before the generation does.
@@ -60,7 +63,8 @@ def train_generation(
 
 
 def _note(folder: Path, line: Mapping[str, Any]) -> None:
-    """Write the line of a generation, in place of that of the same generation before the trial was killed."""
+    """Write the line of a generation, in place of that of the same generation before the trial was
+    killed."""
     file = folder / GENERATIONS
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     kept = [each for each in lines if json.loads(each)["generation"] < line["generation"]]
@@ -79,7 +83,8 @@ def _newest(folder: Path) -> Path:
 
 
 def copy_run(folder: Path, place: Path) -> None:
-    """Copy a run with its newest checkpoint, without the older ones, to ``place``, which must not exist."""
+    """Copy a run with its newest checkpoint, without the older ones, to ``place``, which must not
+    exist."""
     newest = _newest(folder)
 
     def ignored(where: str, names: list[str]) -> list[str]:
@@ -91,8 +96,10 @@ def copy_run(folder: Path, place: Path) -> None:
 
 
 def put_back(copy: Path, folder: Path) -> None:
-    """Let a copy of a run take the place of the run in ``folder``: a trial's own, or, where it exploits another, that one's."""
-    # Beside its place first: after a crash the folder has one run or none, and the copy is still there.
+    """Let a copy of a run take the place of the run in ``folder``: a trial's own, or, where it
+    exploits another, that one's."""
+    # Beside its place first: after a crash the folder has one run or none, and the copy is still
+    # there.
     stage = folder.with_name(f".{folder.name}.stage")
     if stage.exists():
         shutil.rmtree(stage)

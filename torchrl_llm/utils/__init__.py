@@ -1,1 +1,2 @@
-"""What any program needs, and nothing of language models: options that check themselves, files, signals, optional packages."""
+"""What any program needs, and nothing of language models: options that check themselves, files,
+signals, optional packages."""

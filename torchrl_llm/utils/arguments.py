@@ -1,4 +1,5 @@
-"""The command line's parser: errors in one line, flags with dashes or underscores, and the nearest flag for a wrong one."""
+"""The command line's parser: errors in one line, flags with dashes or underscores, and the nearest
+flag for a wrong one."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ from torchrl_llm.utils.terminal import printable
 __all__ = ["COMMAND_LINE", "ArgumentParser"]
 
 COMMAND_LINE: ContextVar[list[str] | None] = ContextVar("COMMAND_LINE", default=None)
-"""The words of the command that runs, by which a run says how to go on with it; ``None``: those of the process, ``sys.argv``."""
+"""The words of the command that runs, by which a run says how to go on with it; ``None``: those of
+the process, ``sys.argv``."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's parser; ``--max-steps`` and ``--max_steps`` are the same flag, and a flag that is not given is no attribute.
+    """argparse's parser; ``--max-steps`` and ``--max_steps`` are the same flag, and a flag that is
+    not given is no attribute.
 
     Args:
         noun: what its flags are called in errors; default ``"flag"``.
@@ -55,8 +58,8 @@ class ArgumentParser(argparse.ArgumentParser):
             argv: the arguments; None takes those of the process.
 
         Returns:
-            What was given, and the defaults of other arguments where they are not ``argparse.SUPPRESS``. Exits with status 2
-            and one line if something is wrong.
+            What was given, and the defaults of other arguments where they are not
+            ``argparse.SUPPRESS``. Exits with status 2 and one line if something is wrong.
         """
         given = sys.argv[1:] if argv is None else argv
         found, unknown = self.parse_known_args([_underscored(word) for word in given])

@@ -1,4 +1,5 @@
-"""Files that are whole at every moment: :func:`write_text`, :func:`write_bytes`; and that others may read: :func:`open_to_others`."""
+"""Files that are whole at every moment: :func:`write_text`, :func:`write_bytes`; and that others
+may read: :func:`open_to_others`."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ def write_text(path: str | Path, text: str) -> None:
 def write_bytes(path: str | Path, data: bytes) -> None:
     """Write a file as :func:`write_text` does.
 
-    The data are on the disk before the name points to them, so that a crash of the machine leaves no empty file either. Several
-    processes may write the same file: each has a temporary file of its own, and the last one wins.
+    The data are on the disk before the name points to them, so that a crash of the machine leaves
+    no empty file either. Several processes may write the same file: each has a temporary file of
+    its own, and the last one wins.
 
     Args:
         path: the file, in a folder that exists; an older one is replaced.
@@ -74,7 +76,8 @@ def _clean(path: Path) -> None:
 
 
 def open_to_others(folder: Path) -> None:
-    """Give the weights in a folder the mode of any new file: safetensors makes them readable for their owner alone.
+    """Give the weights in a folder the mode of any new file: safetensors makes them readable for
+    their owner alone.
 
     Args:
         folder: a folder of one's own, that may be written to; what is below it stays as it is.

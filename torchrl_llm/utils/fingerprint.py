@@ -1,7 +1,8 @@
 """What tells an object that was given in Python from another: :func:`fingerprint`.
 
-Environments, losses and players are given as objects. Two runs are of one setting, and two evaluations of one game, only if
-these objects do the same. That cannot be decided, so names, arguments and code are compared.
+Environments, losses and players are given as objects. Two runs are of one setting, and two
+evaluations of one game, only if these objects do the same. That cannot be decided, so names,
+arguments and code are compared.
 """
 
 from __future__ import annotations
@@ -20,21 +21,26 @@ from typing import Any
 
 _PLAIN = (str, bytes, bool, int, float, NoneType)
 _KEPT = (*_PLAIN, tuple, type, FunctionType, partial)
-"""What counts of the values that code finds by a name. Lists and other objects may be its memory, and change with each call."""
+"""What counts of the values that code finds by a name. Lists and other objects may be its memory,
+and change with each call."""
 _LISTED = -1
-"""Among the ids of outer objects: code that is not installed is listed elsewhere, and named here."""
+"""Among the ids of outer objects: code that is not installed is listed elsewhere, and named
+here."""
 
 
 def fingerprint(part: Any) -> str:
-    """A hash that is the same, in every process, for objects that do the same as far as their parts tell.
+    """A hash that is the same, in every process, for objects that do the same as far as their parts
+    tell.
 
     It is a hash and no text, because arguments may be secrets, such as the key of a server.
 
-    Functions and classes have their names; partials, dataclasses, lists and mappings what they hold. Code that is not installed,
-    such as that of a script, counts too, for it may change under the same name: its instructions, those of base classes and of what
-    it finds by a name, and the plain values that it finds as defaults, in the function around it, in its class or in its module,
-    but for those that code there assigns. Comments do not count, another version of Python does. Of other objects the class counts
-    alone, for their state may change while they are used. An object with a method ``fingerprint() -> str`` speaks for itself.
+    Functions and classes have their names; partials, dataclasses, lists and mappings what they
+    hold. Code that is not installed, such as that of a script, counts too, for it may change under
+    the same name: its instructions, those of base classes and of what it finds by a name, and the
+    plain values that it finds as defaults, in the function around it, in its class or in its
+    module, but for those that code there assigns. Comments do not count, another version of Python
+    does. Of other objects the class counts alone, for their state may change while they are used.
+    An object with a method ``fingerprint() -> str`` speaks for itself.
 
     Args:
         part: any object.
@@ -100,12 +106,14 @@ def _name(part: Any) -> str:
 
 
 def _own_code(part: type | FunctionType, outer: tuple[int, ...]) -> str:
-    """The code of a function, or of all methods of a class, as far as it is not installed, and that which it reaches."""
+    """The code of a function, or of all methods of a class, as far as it is not installed, and that
+    which it reaches."""
     return "".join(f" {_members(each, (*outer, _LISTED))}" for each in _reached(part))
 
 
 def _reached(part: Any) -> list[Any]:
-    """The classes and functions that are not installed, from this one on by what their code finds; each once."""
+    """The classes and functions that are not installed, from this one on by what their code finds;
+    each once."""
     found: list[Any] = []
     waiting = [part]
     while waiting:
@@ -136,7 +144,8 @@ def _held(value: Any) -> Iterator[Any]:
 
 
 def _found(part: Any) -> dict[str, Any]:
-    """Names and values that the code of a function, or of the methods of a class, finds in its module, and in other modules there."""
+    """Names and values that the code of a function, or of the methods of a class, finds in its
+    module, and in other modules there."""
     found: dict[str, Any] = {}
     for function in _functions(part):
         around = function.__globals__
@@ -215,7 +224,8 @@ def _code(code: CodeType) -> str:
 
 
 def _is_installed(part: Any) -> bool:
-    """Whether a class or function has a name of its own in Python, in an installed package or in this one."""
+    """Whether a class or function has a name of its own in Python, in an installed package or in
+    this one."""
     if "<" in part.__qualname__:  # a lambda, or local to a function: others have the same name
         return False
     return _is_installed_module(part.__module__ or "")

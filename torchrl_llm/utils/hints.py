@@ -1,4 +1,5 @@
-"""What a wrong name was meant to be: a name near it, or the name that another system has for the same setting."""
+"""What a wrong name was meant to be: a name near it, or the name that another system has for the
+same setting."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ _PERIODS = "every|freq|frequency|interval|iters|steps"
 
 
 def nearest(name: str, names: Collection[str], *, system: str | None = None) -> str:
-    """``" Did you mean 'gamma'?"``: what another system calls so, else the nearest name; nothing if no name is near.
+    """``" Did you mean 'gamma'?"``: what another system calls so, else the nearest name; nothing if
+    no name is near.
 
     Args:
         name: a wrong name; of a flag with its dashes.
         names: the right ones.
-        system: the one whose words are read first, of ``torchrl_llm.utils.other_systems.SYSTEMS``; nothing is guessed then.
+        system: the one whose words are read first, of ``torchrl_llm.utils.other_systems.SYSTEMS``;
+            nothing is guessed then.
 
     Examples:
         >>> nearest("gama", ["gamma", "lmbda"]), nearest("x", ["gamma"])
@@ -51,7 +54,8 @@ def nearest(name: str, names: Collection[str], *, system: str | None = None) -> 
 
 
 def system_of(names: Iterable[str]) -> str | None:
-    """The system that a file with these wrong names is written for; ``None``: no other that is known.
+    """The system that a file with these wrong names is written for; ``None``: no other that is
+    known.
 
     Examples:
         >>> system_of(["INIT_HP"]), system_of(["num_generations", "learning_rate", "beta"]), system_of(["lr_actr"])
@@ -75,7 +79,8 @@ def _parts(system: str) -> frozenset[str]:
 
 @cache
 def _meanings() -> dict[str, dict[str, str]]:
-    """Name -> system -> what it is here; the last part of a name with dots is a name too, if it has several words."""
+    """Name -> system -> what it is here; the last part of a name with dots is a name too, if it has
+    several words."""
     found: dict[str, dict[str, str]] = {}
     for system, table in SYSTEMS.items():
         for name, text in table.items():
@@ -86,7 +91,8 @@ def _meanings() -> dict[str, dict[str, str]]:
 
 
 def _said(text: str, known: set[str], dashes: str) -> str:
-    """What a text of ``torchrl_llm.utils.other_systems.SYSTEMS`` says where these settings are; nothing where they are not."""
+    """What a text of ``torchrl_llm.utils.other_systems.SYSTEMS`` says where these settings are;
+    nothing where they are not."""
     if not {*re.findall(r"`(\w+)`", text)} & known:
         return ""
     begins = re.match(r"`(\w+)`(: |$)", text)

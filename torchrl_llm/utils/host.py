@@ -1,4 +1,5 @@
-"""The memory of the host, or of the container that this process runs in: :func:`host_memory`, :func:`free_memory`."""
+"""The memory of the host, or of the container that this process runs in: :func:`host_memory`,
+:func:`free_memory`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import psutil
 
 
 def host_memory(root: Path = Path("/")) -> int:
-    """Bytes of the host's memory that this process may have: the machine's, or the limit of its container if that is less.
+    """Bytes of the host's memory that this process may have: the machine's, or the limit of its
+    container if that is less.
 
     Args:
         root: the folder of ``proc`` and ``sys``.
@@ -23,7 +25,8 @@ def host_memory(root: Path = Path("/")) -> int:
 
 
 def free_memory() -> int:
-    """Bytes of the host's memory that this process may still take. An estimate: it does not know of other processes in a container.
+    """Bytes of the host's memory that this process may still take. An estimate: it does not know of
+    other processes in a container.
 
     Examples:
         >>> 2**20 < free_memory() < host_memory()
@@ -33,7 +36,8 @@ def free_memory() -> int:
 
 
 def _limits_of_cgroups(root: Path) -> Iterator[int]:
-    """The limits of this process's cgroup, of version 1 or 2, and of those around it, which hold too."""
+    """The limits of this process's cgroup, of version 1 or 2, and of those around it, which hold
+    too."""
     listed = root / "proc" / "self" / "cgroup"
     for line in listed.read_text().splitlines() if listed.is_file() else ():
         _, controllers, path = line.split(":", 2)
@@ -41,7 +45,8 @@ def _limits_of_cgroups(root: Path) -> Iterator[int]:
             continue
         place, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
         parts = Path(path).parts[1:]
-        # A container may see its own cgroup at the top, and still the path that it has outside, which is not there then.
+        # A container may see its own cgroup at the top, and still the path that it has outside,
+        # which is not there then.
         for file in (root / Path("sys/fs/cgroup", place, *parts[:depth], name) for depth in range(len(parts) + 1)):
             limit = file.read_text().strip() if file.is_file() else "max"
             if limit != "max":

@@ -1,8 +1,9 @@
-"""SIGINT and SIGTERM end a run so that it can be resumed: :func:`catch_signals`, :func:`interruptible`, :class:`Interrupted`.
+"""SIGINT and SIGTERM end a run so that it can be resumed: :func:`catch_signals`,
+:func:`interruptible`, :class:`Interrupted`.
 
-Within :func:`catch_signals` the first signal is a request. A call within :func:`interruptible` is dropped at once; other code
-runs until the next such call. There every rank raises :class:`Interrupted`, and callers save the run. A second signal ends the
-process at once.
+Within :func:`catch_signals` the first signal is a request. A call within :func:`interruptible` is
+dropped at once; other code runs until the next such call. There every rank raises
+:class:`Interrupted`, and callers save the run. A second signal ends the process at once.
 
 :class:`~torchrl_llm.trainers.LLMTrainer` decides what is dropped and what is saved.
 """
@@ -38,11 +39,14 @@ T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-_ECHO = 1.0  # seconds. Launchers forward a signal that the terminal or scheduler has already sent to all processes.
+# seconds. Launchers forward a signal that the terminal or scheduler has already sent to all
+# processes.
+_ECHO = 1.0
 
 
 class Interrupted(SystemExit):
-    """A signal has ended the run. If nobody catches it, the process ends with 128 + the signal's number, and no traceback.
+    """A signal has ended the run. If nobody catches it, the process ends with 128 + the signal's
+    number, and no traceback.
 
     Args:
         signum: the signal: 130 is the exit code for SIGINT, 143 for SIGTERM.
@@ -58,8 +62,8 @@ class Interrupted(SystemExit):
     """
 
     def __init__(self, signum: int) -> None:
-        # A SystemExit passes the `except Exception` around evaluators and loggers. 128 + the number is what a shell
-        # reports for a process that a signal ended.
+        # A SystemExit passes the `except Exception` around evaluators and loggers. 128 + the number
+        # is what a shell reports for a process that a signal ended.
         super().__init__(128 + signum)
         self.signum, self.state, self.resumable = signum, "", True
 
@@ -75,12 +79,14 @@ class Interrupted(SystemExit):
 class _Drop(KeyboardInterrupt):
     """Raised by the handler inside a droppable call; :func:`interruptible` catches it.
 
-    A ``KeyboardInterrupt``, because all code between the two lets it pass, including Ray while it waits.
+    A ``KeyboardInterrupt``, because all code between the two lets it pass, including Ray while it
+    waits.
     """
 
 
 class _Signals:
-    """The handler of :data:`SIGNALS`: remembers the first, raises inside a droppable call, ends the process at a second."""
+    """The handler of :data:`SIGNALS`: remembers the first, raises inside a droppable call, ends the
+    process at a second."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -102,7 +108,8 @@ class _Signals:
             signal.signal(signum, old)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the parent answers the terminal's SIGINT, and SIGTERM ends the child."""
+        """In a forked child: the parent answers the terminal's SIGINT, and SIGTERM ends the
+        child."""
         for signum in self._old:
             signal.signal(signum, signal.SIG_IGN if signum == signal.SIGINT else signal.SIG_DFL)
 
@@ -115,7 +122,8 @@ class _Signals:
         now = time.monotonic()
         if self.received:
             if now - self._since > _ECHO:
-                # Without cleanup: an exception could be caught on the way, or wait for a process that hangs.
+                # Without cleanup: an exception could be caught on the way, or wait for a process
+                # that hangs.
                 os._exit(128 + signum)
             return
         self.received, self._since = signum, now
@@ -129,13 +137,15 @@ _active: _Signals | None = None
 
 @contextmanager
 def catch_signals(how_to_resume: str = "") -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM raise :class:`Interrupted` when the next :func:`interruptible` returns, or at the end.
+    """Inside, SIGINT and SIGTERM raise :class:`Interrupted` when the next :func:`interruptible`
+    returns, or at the end.
 
-    The outermost one counts: it writes one line about the end to standard error and restores the handlers. Outside the main
-    thread, where Python delivers no signals, it does nothing.
+    The outermost one counts: it writes one line about the end to standard error and restores the
+    handlers. Outside the main thread, where Python delivers no signals, it does nothing.
 
     Args:
-        how_to_resume: for that line: the command or setting that resumes the run, once it has begun (:func:`run_begins`).
+        how_to_resume: for that line: the command or setting that resumes the run, once it has begun
+            (:func:`run_begins`).
     """
     global _active
     if _active is not None or threading.current_thread() is not threading.main_thread():
@@ -166,14 +176,16 @@ def run_begins() -> None:
 def interruptible(function: Callable[[], T], all_reduce_max: Callable[[int], int] | None = None) -> T:
     """Call ``function``; a signal stops it at once, and after a signal it is not called.
 
-    A function and not a context manager: a handler may raise between any two bytecodes, also while a context is left.
+    A function and not a context manager: a handler may raise between any two bytecodes, also while
+    a context is left.
 
     Args:
-        function: may be left at any point; its changes must not matter if it does not return. It must not call collectives
-            of the ranks, because a single rank may leave it.
-        all_reduce_max: the largest of a number over the ranks, which all call this and agree at its end whether any of them
-            was to stop (:meth:`torchrl_llm.trainers.Distributed.all_reduce_max`). ``None``: this process alone; if there are
-            others, signals wait.
+        function: may be left at any point; its changes must not matter if it does not return. It
+            must not call collectives of the ranks, because a single rank may leave it.
+        all_reduce_max: the largest of a number over the ranks, which all call this and agree at its
+            end whether any of them was to stop
+            (:meth:`torchrl_llm.trainers.Distributed.all_reduce_max`). ``None``: this process alone;
+            if there are others, signals wait.
 
     Returns:
         What ``function`` returns.
@@ -202,7 +214,8 @@ def interruptible(function: Callable[[], T], all_reduce_max: Callable[[int], int
         # Interrupted is of an inner call, at whose end the ranks agreed already.
         if not signals.received or isinstance(error, Interrupted):
             raise
-        if not isinstance(error, KeyboardInterrupt):  # an engine may fail because it got the signal of the terminal too
+        # an engine may fail because it got the signal of the terminal too
+        if not isinstance(error, KeyboardInterrupt):
             logger.info("dropped with %s: %s", type(error).__name__, error)
     # A rank without the signal stops too: it would wait for the others in its next collective.
     signum = signals.received if all_reduce_max is None else all_reduce_max(signals.received)
@@ -215,8 +228,8 @@ def interruptible(function: Callable[[], T], all_reduce_max: Callable[[int], int
 def held() -> Iterator[Callable[[], None]]:
     """Inside, a signal waits for the next call of the function that is yielded, or for the end.
 
-    For code that changes for a while what is saved after a signal, such as a policy that exchanges layers of the trained
-    model.
+    For code that changes for a while what is saved after a signal, such as a policy that exchanges
+    layers of the trained model.
 
     Yields:
         A function that raises if a signal has come; for places where leaving does no harm.
@@ -240,9 +253,11 @@ def _nothing() -> None:
 
 @contextmanager
 def children_ignore_sigint() -> Iterator[None]:
-    """Inside, processes that this thread starts do not get the SIGINT that a terminal sends to all of them.
+    """Inside, processes that this thread starts do not get the SIGINT that a terminal sends to all
+    of them.
 
-    A blocked signal stays blocked over ``fork`` and ``exec``, whatever handlers the new process installs.
+    A blocked signal stays blocked over ``fork`` and ``exec``, whatever handlers the new process
+    installs.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
@@ -259,7 +274,8 @@ def _several() -> bool:
 
 
 def _say(line: str) -> None:
-    """Write a line to standard error, on rank 0. ``os.write``, because the signal may have come in the middle of a print."""
+    """Write a line to standard error, on rank 0. ``os.write``, because the signal may have come in
+    the middle of a print."""
     # The launcher's variable: a signal may come before torch.distributed knows the ranks.
     if os.environ.get("RANK", "0") == "0":
         start = "\n" if os.isatty(2) else ""  # a progress bar may have left the cursor behind it

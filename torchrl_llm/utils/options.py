@@ -1,8 +1,10 @@
-"""Options that check themselves: types and ranges from annotations, and rules about options without effect.
+"""Options that check themselves: types and ranges from annotations, and rules about options without
+effect.
 
-An option is declared once, by the annotation of the parameter or field that takes it: ``Literal`` names the choices, and
-the aliases below add a range to a number. :class:`Checked` reads the annotations when an object is made, so that settings,
-losses and estimators refuse the same values in the same words. The command line reads the same annotations.
+An option is declared once, by the annotation of the parameter or field that takes it: ``Literal``
+names the choices, and the aliases below add a range to a number. :class:`Checked` reads the
+annotations when an object is made, so that settings, losses and estimators refuse the same values
+in the same words. The command line reads the same annotations.
 """
 
 from __future__ import annotations
@@ -148,7 +150,8 @@ _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "tex
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Whether ``value`` fits an annotation. Annotations of kinds that options do not have (modules) fit anything.
+    """Whether ``value`` fits an annotation. Annotations of kinds that options do not have (modules)
+    fit anything.
 
     Examples:
         >>> fits(3, float), fits(3.0, int), fits(True, int), fits("1e-3", float)
@@ -229,14 +232,17 @@ def check_value(name: str, value: object, hint: Any) -> None:
 
 
 class Idle(NamedTuple):
-    """A rule: these options have no effect under some values of other options, so that giving them is an error.
+    """A rule: these options have no effect under some values of other options, so that giving them
+    is an error.
 
     Attributes:
         names: the options without effect.
-        under: values of other options, by name, that leave them without effect; all of them together.
+        under: values of other options, by name, that leave them without effect; all of them
+            together.
         instead: what to do so that they count.
-        harmless: values, by name, that ask for what happens anyway, such as ``{"max_staleness": 0}`` for a collector
-            that is never stale. They are no error, and neither is an option's default.
+        harmless: values, by name, that ask for what happens anyway, such as
+            ``{"max_staleness": 0}`` for a collector that is never stale. They are no error, and
+            neither is an option's default.
 
     Examples:
         >>> rule = Idle(("clip_epsilon",), {"clipping": ("none",)}, 'set clipping to "ppo" or "cispo"')
@@ -251,7 +257,8 @@ class Idle(NamedTuple):
     harmless: Mapping[str, Any] = types.MappingProxyType({})
 
     def check(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        """Raise :class:`IdleError` for options that are given, are not their default, and do nothing."""
+        """Raise :class:`IdleError` for options that are given, are not their default, and do
+        nothing."""
         present = {**defaults, **given}
         if not all(name in present and present[name] in values for name, values in self.under.items()):
             return
@@ -276,7 +283,8 @@ class Option(NamedTuple):
 
 
 def _remembered(function: _F) -> _F:
-    """Cache the results of ``function``: reading annotations and sources takes milliseconds, for every object with options.
+    """Cache the results of ``function``: reading annotations and sources takes milliseconds, for
+    every object with options.
 
     The result is a function, with the signature and the documentation of the one given.
     """
@@ -292,7 +300,8 @@ def _remembered(function: _F) -> _F:
 
 @_remembered
 def options_of(cls: type) -> Mapping[str, Option]:
-    """The keyword arguments that ``cls`` takes, those it passes on to its bases by ``**options`` included.
+    """The keyword arguments that ``cls`` takes, those it passes on to its bases by ``**options``
+    included.
 
     Args:
         cls: any class.
@@ -333,7 +342,8 @@ def meanings(cls: type) -> Mapping[str, str]:
         cls: a dataclass whose source can be read, or that :func:`options_class` made.
     """
     found: dict[str, str] = {}
-    # Python throws these strings away (PEP 258 was never built in), so they are read from the source, as Sphinx does.
+    # Python throws these strings away (PEP 258 was never built in), so they are read from the
+    # source, as Sphinx does.
     for base in filter(is_dataclass, reversed(cls.__mro__)):
         # Made by options_class(): inspect finds no source of it.
         if "_meanings" in vars(base):
@@ -362,14 +372,15 @@ def options_class(name: str, options: Mapping[str, Option], meaning: Mapping[str
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """The annotations of a constructor; none for a class of others whose names are imported for a type checker only.
+    """The annotations of a constructor; none for a class of others whose names are imported for a
+    type checker only.
 
     Raises:
         TypeError: such a name in a :class:`Checked` class, whose options would not be checked.
     """
     try:
-        # A dataclass inherits fields whose annotations are to be read in the module of its base. A class below
-        # a dataclass may have a constructor of its own, whose annotations count then.
+        # A dataclass inherits fields whose annotations are to be read in the module of its base. A
+        # class below a dataclass may have a constructor of its own, whose annotations count then.
         declared = "__dataclass_fields__" in vars(cls)
         return get_type_hints(cls if declared else vars(cls)["__init__"], include_extras=True)
     except NameError as error:
@@ -390,7 +401,8 @@ def check_options(cls: type[Checked], given: Mapping[str, Any]) -> None:
 
     Raises:
         TypeError: the class has no such option; the nearest one is named.
-        ConfigError: a value does not fit its annotation, or (:class:`IdleError`) does nothing (:attr:`Checked.idle`).
+        ConfigError: a value does not fit its annotation, or (:class:`IdleError`) does nothing
+            (:attr:`Checked.idle`).
     """
     known = options_of(cls)
     for name in given:
@@ -404,7 +416,8 @@ def check_options(cls: type[Checked], given: Mapping[str, Any]) -> None:
 
 
 class Checked:
-    """Base class of objects whose keyword arguments are checked before they are made, see :func:`check_options`.
+    """Base class of objects whose keyword arguments are checked before they are made, see
+    :func:`check_options`.
 
     A subclass annotates its own options, and passes the others on as ``**options``.
 
@@ -420,7 +433,7 @@ class Checked:
     """The rules about options without effect."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        # Not in __post_init__, which cannot tell a value that was given from a default: the rules about options without
-        # effect need to.
+        # Not in __post_init__, which cannot tell a value that was given from a default: the rules
+        # about options without effect need to.
         check_options(cls, options)
         return super().__new__(cls)

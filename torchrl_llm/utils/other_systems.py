@@ -1,7 +1,9 @@
-"""The names that other systems have for settings and options of this package; docs/other_systems.md shows them.
+"""The names that other systems have for settings and options of this package; docs/other_systems.md
+shows them.
 
-Each stands for text of one of two forms: the setting in backticks, perhaps with a colon and a sentence behind it; or a
-sentence alone, which names settings in backticks. verl's names are those of its command line, with dots.
+Each stands for text of one of two forms: the setting in backticks, perhaps with a colon and a
+sentence behind it; or a sentence alone, which names settings in backticks. verl's names are those
+of its command line, with dots.
 """
 
 from __future__ import annotations
@@ -431,7 +433,8 @@ SYSTEMS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "OpenRLHF": _read_only(_OPENRLHF),
     }
 )
-"""System -> its name -> ours, and what is to be known about it. Where two systems have one name, the first is meant."""
+"""System -> its name -> ours, and what is to be known about it. Where two systems have one name,
+the first is meant."""
 
 MARKS: Mapping[str, frozenset[str]] = MappingProxyType(
     {

@@ -1,7 +1,9 @@
-"""Text for a terminal: :func:`say` prints it, :func:`printable` and :func:`one_line` spell out what would steer the terminal.
+"""Text for a terminal: :func:`say` prints it, :func:`printable` and :func:`one_line` spell out what
+would steer the terminal.
 
-What models, environments and files of strangers hold is shown as it is, and never acts: an escape sequence would clear the screen
-or write to the clipboard, a change of direction would show another file name, a new line would add a line to a table.
+What models, environments and files of strangers hold is shown as it is, and never acts: an escape
+sequence would clear the screen or write to the clipboard, a change of direction would show another
+file name, a new line would add a line to a table.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ UNSEEN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
     r"\U000e0000-\U000e007f]"
 )
-"""Characters that steer a terminal, turn the direction of writing, cannot be seen, or cannot be written; a tab and a new line do no harm."""
+"""Characters that steer a terminal, turn the direction of writing, cannot be seen, or cannot be
+written; a tab and a new line do no harm."""
 
 
 def printable(text: str) -> str:
@@ -43,7 +46,8 @@ def one_line(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """``text`` with characters that cannot be seen, or that change the direction of others, as their numbers.
+    """``text`` with characters that cannot be seen, or that change the direction of others, as
+    their numbers.
 
     Examples:
         >>> visible("a\\u202eb\\n"), visible("\\x1b[2J")
@@ -65,7 +69,8 @@ def say(text: object = "", *, stderr: bool = False, end: str = "\n") -> None:
 
 @contextmanager
 def printable_messages() -> Iterator[None]:
-    """Inside, records of :mod:`logging` and :mod:`warnings`, of this package and of others, are :func:`printable`."""
+    """Inside, records of :mod:`logging` and :mod:`warnings`, of this package and of others, are
+    :func:`printable`."""
     make, show = logging.getLogRecordFactory(), warnings.formatwarning
     logging.setLogRecordFactory(_Record)
     warnings.formatwarning = lambda *given, **named: printable(show(*given, **named))
@@ -91,5 +96,6 @@ class Formatter(logging.Formatter):
 
 
 def show_traceback(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print the traceback of an error: what Python does with one that nobody catches (``sys.excepthook``)."""
+    """Print the traceback of an error: what Python does with one that nobody catches
+    (``sys.excepthook``)."""
     say("".join(traceback.format_exception(kind, error, trace)), stderr=True, end="")

@@ -1,4 +1,5 @@
-"""Weight syncs from the trained model to engines: :class:`EngineWeightSync` in this process, :class:`RayWeightSync` on Ray."""
+"""Weight syncs from the trained model to engines: :class:`EngineWeightSync` in this process,
+:class:`RayWeightSync` on Ray."""
 
 from torchrl_llm.modules.engine import WeightSyncError
 from torchrl_llm.modules.merging import adapter_tensors, merged_tensors

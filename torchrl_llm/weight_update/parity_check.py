@@ -1,4 +1,5 @@
-"""The log-prob parity check: whether an engine computes what the trained model computes, on a few fixed prompts."""
+"""The log-prob parity check: whether an engine computes what the trained model computes, on a few
+fixed prompts."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from torchrl_llm.modules.scorer import next_log_probs
 class ParityCheck:
     """The log-probs of a trained model for the next token after a few fixed prompts.
 
-    The prompts are longer than two blocks of a prefix cache, and the same each time: an engine that uses keys and values
-    computed with earlier weights fails, as does one that has other weights. A change of the weights that moves these log-probs by
-    less than the tolerance is not detected.
+    The prompts are longer than two blocks of a prefix cache, and the same each time: an engine that
+    uses keys and values computed with earlier weights fails, as does one that has other weights. A
+    change of the weights that moves these log-probs by less than the tolerance is not detected.
 
     Attributes:
         prompts: ``[n, L]`` int64.
@@ -55,16 +56,17 @@ class ParityCheck:
 
         Args:
             engine: computes the log-probs of its likeliest tokens.
-            tolerance: the largest difference that passes, in nats, the mean over the likeliest tokens of a prompt; default 1e-3
-                for an engine that computes in float32 or wider, else 0.1.
+            tolerance: the largest difference that passes, in nats, the mean over the likeliest
+                tokens of a prompt; default 1e-3 for an engine that computes in float32 or wider,
+                else 0.1.
 
         Raises:
             WeightSyncError: it is above the tolerance.
         """
         if not len(self.prompts):
             return float("nan")
-        # Measured with vLLM: the right weights differ by 1e-6 in float32 and by up to 2e-2 in bfloat16; keys and values
-        # of earlier weights, or an old head, by 0.5 and more.
+        # Measured with vLLM: the right weights differ by 1e-6 in float32 and by up to 2e-2 in
+        # bfloat16; keys and values of earlier weights, or an old head, by 0.5 and more.
         if tolerance is None:
             tolerance = 1e-3 if is_full_precision(engine.dtype) else 0.1
         with sync_step("the parity check"), float32_products("highest"):

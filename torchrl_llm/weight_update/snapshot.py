@@ -1,4 +1,5 @@
-"""Trained weights for engines in other processes: :class:`Snapshot`, and :func:`install`, which loads one into an engine.
+"""Trained weights for engines in other processes: :class:`Snapshot`, and :func:`install`, which
+loads one into an engine.
 
 On Ray, :class:`RayWeightSync` sends snapshots. It is a TorchRL weight-sync scheme.
 """
@@ -29,7 +30,8 @@ class Snapshot:
 
     Attributes:
         version: the ``policy_version`` of tokens sampled with them.
-        tensors: of the LoRA adapter under the names of its files, or of the whole model, the adapter merged.
+        tensors: of the LoRA adapter under the names of its files, or of the whole model, the
+            adapter merged.
         lora: the adapter's settings; ``None``: the tensors are the whole model's.
         parity_check: with the log-probs of the trained model.
     """
@@ -52,7 +54,8 @@ class Snapshot:
         """Copy the weights of a model.
 
         Args:
-            model: the trained model: a causal language model of transformers, or a ``PeftModel`` around one.
+            model: the trained model: a causal language model of transformers, or a ``PeftModel``
+                around one.
             adapter: the trained LoRA adapter; ``None``: the model itself.
             version: of the policy.
             parity_check: of the model as it is.
@@ -76,7 +79,8 @@ class Snapshot:
             tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
         return cls(version, tensors, lora, parity_check)
 
-    # As NumPy's bytes, tensors are pickled out of band: readers in shared memory need not copy them first.
+    # As NumPy's bytes, tensors are pickled out of band: readers in shared memory need not copy them
+    # first.
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"tensors": {name: _as_bytes(tensor) for name, tensor in self.tensors.items()}}
@@ -87,7 +91,8 @@ class Snapshot:
 
 
 def _as_bytes(tensor: Tensor) -> tuple[npt.NDArray[np.uint8], torch.dtype, torch.Size]:
-    # As bytes, because NumPy has no bfloat16; flat, because a scalar has no view of another element size.
+    # As bytes, because NumPy has no bfloat16; flat, because a scalar has no view of another element
+    # size.
     return tensor.contiguous().flatten().view(torch.uint8).numpy(), tensor.dtype, tensor.shape
 
 
@@ -101,15 +106,17 @@ def install(policy: InferenceEngine, snapshot: Snapshot) -> float:
     """Load a snapshot's weights into an engine; its next tokens carry the snapshot's version.
 
     Args:
-        policy: any engine with weights of its own: an :class:`~torchrl_llm.modules.HFPolicy` with the same model, and LoRA
-            settings if the snapshot is that of an adapter; or a :class:`~torchrl_llm.modules.VLLMPolicy`, which serves LoRA then.
+        policy: any engine with weights of its own: an :class:`~torchrl_llm.modules.HFPolicy` with
+            the same model, and LoRA settings if the snapshot is that of an adapter; or a
+            :class:`~torchrl_llm.modules.VLLMPolicy`, which serves LoRA then.
         snapshot: the weights.
 
     Returns:
         The parity check's difference, in nats.
 
     Raises:
-        WeightSyncError: they do not fit, or the policy does not compute what the trained model does.
+        WeightSyncError: they do not fit, or the policy does not compute what the trained model
+            does.
         TypeError: the policy takes no weights.
 
     Examples:
@@ -133,28 +140,35 @@ def install(policy: InferenceEngine, snapshot: Snapshot) -> float:
 
 
 class RayWeightSync(WeightSync):
-    """Puts snapshots of the trained model into Ray's object store, once for all workers; each loads the newest with its next
-    request.
+    """Puts snapshots of the trained model into Ray's object store, once for all workers; each loads
+    the newest with its next request.
 
-    Use it as ``RayTurnCollector(..., weight_sync_schemes={"policy": scheme})`` with ``update_policy_weights_()``, or call it.
-    Each call is one sync: later tokens carry the next ``policy_version``. What was sampled by then keeps its version.
+    Use it as ``RayTurnCollector(..., weight_sync_schemes={"policy": scheme})`` with
+    ``update_policy_weights_()``, or call it. Each call is one sync: later tokens carry the next
+    ``policy_version``. What was sampled by then keeps its version.
 
-    A LoRA adapter is sent without the base weights, which workers have from where the trainer has them. Each worker compares
-    what it computes with what the trained model does on fixed prompts (:class:`~torchrl_llm.weight_update.ParityCheck`), and raises if
-    another base or other weights are in use.
+    A LoRA adapter is sent without the base weights, which workers have from where the trainer has
+    them. Each worker compares what it computes with what the trained model does on fixed prompts
+    (:class:`~torchrl_llm.weight_update.ParityCheck`), and raises if another base or other weights
+    are in use.
 
     Args:
-        model: the trained model: a causal language model of transformers, or a ``PeftModel`` around one.
+        model: the trained model: a causal language model of transformers, or a ``PeftModel`` around
+            one.
         adapter: the trained LoRA adapter; ``None``: the model itself.
         policy: the collector's policy here; its ``policy_version`` counts the syncs.
-        merged: send the whole model, the adapter merged into it, for workers whose models have none. Default: where the
-            adapter's settings (such as DoRA) cannot be served beside the base.
+        merged: send the whole model, the adapter merged into it, for workers whose models have
+            none. Default: where the adapter's settings (such as DoRA) cannot be served beside the
+            base.
         parity_check: number of prompts to compare on; 0: no parity check.
-        parity_length: their length in tokens; two blocks of an engine's prefix cache and one, where it has one. Default 33.
+        parity_length: their length in tokens; two blocks of an engine's prefix cache and one, where
+            it has one. Default 33.
 
     Attributes:
-        current: version and Ray's reference of the weights to sample with; ``None`` before the first sync.
-        parameter_gather: how to read weights that are sharded over processes; a trainer that shards them sets it.
+        current: version and Ray's reference of the weights to sample with; ``None`` before the
+            first sync.
+        parameter_gather: how to read weights that are sharded over processes; a trainer that shards
+            them sets it.
 
     Raises:
         ImportError: Ray is not installed (from a call).
@@ -184,7 +198,8 @@ class RayWeightSync(WeightSync):
 
     @property
     def lora(self) -> LoraConfig | None:
-        """The settings of the adapter that is sent; ``None``: the whole model is, an adapter merged into it."""
+        """The settings of the adapter that is sent; ``None``: the whole model is, an adapter merged
+        into it."""
         model: Any = self.trained
         return None if self.merged or self.adapter is None else model.peft_config[self.adapter]
 
@@ -196,7 +211,8 @@ class RayWeightSync(WeightSync):
         self.policy.weights_changed()
 
     def publish(self, version: int) -> None:
-        """Put the weights that the model has now into the object store, for tokens of ``version``; workers load them later."""
+        """Put the weights that the model has now into the object store, for tokens of ``version``;
+        workers load them later."""
         ray = running_ray()
         # Before copying: while sharded weights are full tensors to be copied, no forward can run.
         parity_check = self._ask_model(self.parity_length)

@@ -1,4 +1,5 @@
-"""Weight syncs: :func:`update_engine`, the schemes' base class, and :class:`EngineWeightSync` for an engine in this process.
+"""Weight syncs: :func:`update_engine`, the schemes' base class, and :class:`EngineWeightSync` for
+an engine in this process.
 
 :mod:`torchrl_llm.modules.merging` makes tensors of weights, the engine loads them.
 """
@@ -24,10 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 class ParameterGather(NamedTuple):
-    """How to read trained weights that are sharded over processes; all processes take part at the same time.
+    """How to read trained weights that are sharded over processes; all processes take part at the
+    same time.
 
     Attributes:
-        copying: entered while they are read; the argument says whether the frozen ones are read too.
+        copying: entered while they are read; the argument says whether the frozen ones are read
+            too.
         computing: entered while the trained model runs forwards.
     """
 
@@ -42,11 +45,13 @@ LOCAL_PARAMETERS = ParameterGather(lambda _: nullcontext(), nullcontext)
 def update_engine(
     engine: InferenceEngine, version: int, *, load: Callable[[], None], check: Callable[[], float]
 ) -> float:
-    """Load new weights into an engine, and check that it computes with them. Every sync of this package is one such call.
+    """Load new weights into an engine, and check that it computes with them. Every sync of this
+    package is one such call.
 
     Args:
-        engine: refuses to sample until the update has succeeded. If ``load`` fails, turns in flight wait for the next update
-            that succeeds; if ``check`` fails, they are cancelled, for they may have tokens of the wrong weights.
+        engine: refuses to sample until the update has succeeded. If ``load`` fails, turns in flight
+            wait for the next update that succeeds; if ``check`` fails, they are cancelled, for they
+            may have tokens of the wrong weights.
         version: of the tokens sampled with the new weights.
         load: calls ``engine.load``, once or several times.
         check: compares what the engine and the trained model compute.
@@ -67,7 +72,8 @@ def update_engine(
 
 
 class WeightSync(WeightSyncScheme):
-    """Base class of weight syncs: loads the weights of one trained model into engines, for trainers and TorchRL's collectors.
+    """Base class of weight syncs: loads the weights of one trained model into engines, for trainers
+    and TorchRL's collectors.
 
     A subclass implements :meth:`_sync`.
 
@@ -75,9 +81,11 @@ class WeightSync(WeightSyncScheme):
         model, adapter, policy, parity_check: see :class:`EngineWeightSync`.
 
     Attributes:
-        parameter_gather: how to read weights that are sharded over processes; a trainer that shards them sets it.
-        parity_gap: of the last sync: largest difference of log-probs, in nats; NaN without a parity check, ``None`` before the
-            first sync, or where engines elsewhere take the weights later.
+        parameter_gather: how to read weights that are sharded over processes; a trainer that shards
+            them sets it.
+        parity_gap: of the last sync: largest difference of log-probs, in nats; NaN without a parity
+            check, ``None`` before the first sync, or where engines elsewhere take the weights
+            later.
         sleep_level: of :meth:`sleep`; 0: the engine does not sleep.
     """
 
@@ -97,7 +105,8 @@ class WeightSync(WeightSyncScheme):
             worker_ids: not used: all engines get them.
 
         Raises:
-            WeightSyncError: the engine's weights are unknown; the policy refuses to sample until a sync succeeds.
+            WeightSyncError: the engine's weights are unknown; the policy refuses to sample until a
+                sync succeeds.
         """
         del worker_ids
         if weights is not None:
@@ -120,7 +129,8 @@ class WeightSync(WeightSyncScheme):
         raise ValueError(f"{type(self).__name__} has no engine here that could sleep.")
 
     def asleep(self) -> AbstractContextManager[None]:
-        """For the trainer's work between two rollouts with the same weights: inside, an engine that sleeps has given its memory."""
+        """For the trainer's work between two rollouts with the same weights: inside, an engine that
+        sleeps has given its memory."""
         return nullcontext()
 
     def close(self) -> None:
@@ -132,8 +142,9 @@ class WeightSync(WeightSyncScheme):
         with self.parameter_gather.computing():
             return ParityCheck.of(self.trained, self.adapter, temperature=temperature, prompts=n, length=length)
 
-    # TorchRL's interface of a scheme. There is no transport: the engine is in this process, or weights go with the requests to
-    # workers. TorchRL's own public init_on_sender() calls the next method; there is no public one to override.
+    # TorchRL's interface of a scheme. There is no transport: the engine is in this process, or
+    # weights go with the requests to workers. TorchRL's own public init_on_sender() calls the next
+    # method; there is no public one to override.
 
     def _init_on_sender_impl(self, model_id: str = "policy", context: Any = None, **_: Any) -> None:
         self.model_id, self.context = model_id, context
@@ -150,47 +161,60 @@ class WeightSync(WeightSyncScheme):
 
 
 class EngineWeightSync(WeightSync):
-    """Sends the weights of a trained model to an engine in this process, such as a :class:`~torchrl_llm.modules.VLLMPolicy`.
+    """Sends the weights of a trained model to an engine in this process, such as a
+    :class:`~torchrl_llm.modules.VLLMPolicy`.
 
-    Use it as ``Collector(..., weight_sync_schemes={"policy": scheme})`` with ``update_policy_weights_()``, as
-    ``torchrl.trainers.UpdateWeights(sender=scheme, ...)``, or call it. Each call is one sync: the engine is paused, the
-    weights are loaded, its prefix cache is emptied, it resumes under the next ``policy_version``, and a :class:`ParityCheck`
-    compares it with the trained model. Turns in flight continue with the new weights; each of their tokens has the version it was
-    sampled with.
+    Use it as ``Collector(..., weight_sync_schemes={"policy": scheme})`` with
+    ``update_policy_weights_()``, as ``torchrl.trainers.UpdateWeights(sender=scheme, ...)``, or call
+    it. Each call is one sync: the engine is paused, the weights are loaded, its prefix cache is
+    emptied, it resumes under the next ``policy_version``, and a :class:`ParityCheck` compares it
+    with the trained model. Turns in flight continue with the new weights; each of their tokens has
+    the version it was sampled with.
 
-    During a sync the policy refuses to sample, and after one that failed until another one succeeds. If the parity check fails,
-    turns in flight are cancelled, for they may have tokens of the wrong weights.
+    During a sync the policy refuses to sample, and after one that failed until another one
+    succeeds. If the parity check fails, turns in flight are cancelled, for they may have tokens of
+    the wrong weights.
 
-    Methods, of :class:`~torchrl_llm.modules.VLLMPolicy`; other engines take ``"adapter"`` and ``"whole"``:
+    Methods, of :class:`~torchrl_llm.modules.VLLMPolicy`; other engines take ``"adapter"`` and
+    ``"whole"``:
 
-    - ``"adapter"``: the engine serves the LoRA adapter beside the base weights, and only the adapter is sent. The base
-      weights are sent with the first sync and after one that failed, if they are not quantized.
+    - ``"adapter"``: the engine serves the LoRA adapter beside the base weights, and only the
+      adapter is sent. The base weights are sent with the first sync and after one that failed, if
+      they are not quantized.
     - ``"reload"``: all weights, LoRA merged, to an engine in this process.
-    - ``"shared_memory"``: all weights, LoRA merged, to an engine in processes of its own on this host.
-    - ``"nccl"``: all weights, LoRA merged, to an engine on other GPUs; see ``modules.vllm.NCCLTransfer``.
-    - ``"ipc"``: all weights, LoRA merged, to an engine in a process of its own on the same GPU; see ``modules.vllm.IPCTransfer``.
+    - ``"shared_memory"``: all weights, LoRA merged, to an engine in processes of its own on this
+      host.
+    - ``"nccl"``: all weights, LoRA merged, to an engine on other GPUs; see
+      ``modules.vllm.NCCLTransfer``.
+    - ``"ipc"``: all weights, LoRA merged, to an engine in a process of its own on the same GPU; see
+      ``modules.vllm.IPCTransfer``.
 
-    ``"auto"`` takes ``"nccl"`` or ``"ipc"`` where the engine has been made for it; else ``"adapter"`` where the engine can serve it,
-    except on CPUs, where merged weights are served 2.6 times as fast; else one of the other two.
+    ``"auto"`` takes ``"nccl"`` or ``"ipc"`` where the engine has been made for it; else
+    ``"adapter"`` where the engine can serve it, except on CPUs, where merged weights are served 2.6
+    times as fast; else one of the other two.
 
-    On a GPU that trainer and engine share, give ``sleep_level`` and call :meth:`sleep` before the trainer works: the engine
-    gives its memory back, and the next sync wakes it, weights first, KV cache after.
+    On a GPU that trainer and engine share, give ``sleep_level`` and call :meth:`sleep` before the
+    trainer works: the engine gives its memory back, and the next sync wakes it, weights first, KV
+    cache after.
 
     Args:
-        model: the trained model: a causal language model of transformers, or a ``PeftModel`` around one.
+        model: the trained model: a causal language model of transformers, or a ``PeftModel`` around
+            one.
         adapter: the trained LoRA adapter; ``None``: the model itself.
         policy: an engine with weights of its own.
         method: how to send, or ``"auto"``.
         parity_check: number of prompts to compare on; 0: no parity check.
         parity_tolerance: in nats; ``None``: 1e-3 for an engine in float32, else 0.1.
-        sleep_level: of :meth:`sleep`: 1 keeps the engine's weights in the host's memory, 2 drops them (not with
-            ``"adapter"``: the base weights would be lost); 0: :meth:`sleep` is refused.
+        sleep_level: of :meth:`sleep`: 1 keeps the engine's weights in the host's memory, 2 drops
+            them (not with ``"adapter"``: the base weights would be lost); 0: :meth:`sleep` is
+            refused.
 
     Attributes:
         method: the method taken.
-        parity_gap: of the last sync: largest difference of log-probs, in nats; NaN without a parity check, ``None`` before the
-            first sync.
-        parameter_gather: how to read weights that are sharded over processes; a trainer that shards them sets it.
+        parity_gap: of the last sync: largest difference of log-probs, in nats; NaN without a parity
+            check, ``None`` before the first sync.
+        parameter_gather: how to read weights that are sharded over processes; a trainer that shards
+            them sets it.
 
     Raises:
         ValueError: a method that the set-up does not allow.
@@ -251,14 +275,16 @@ class EngineWeightSync(WeightSync):
             self.policy.load(tensors.items(), model.peft_config[self.adapter], method=self.method)
 
     def sleep(self) -> None:
-        """Give the engine's GPU memory to the trainer until the next sync. No turn may be in flight."""
+        """Give the engine's GPU memory to the trainer until the next sync. No turn may be in
+        flight."""
         if self.sleep_level == 0:
             raise ValueError("sleep() needs EngineWeightSync(sleep_level=1) or 2, and an engine made with sleep mode.")
         self.policy.sleep(self.sleep_level)
 
     @contextmanager
     def asleep(self) -> Iterator[None]:
-        """See :meth:`WeightSync.asleep`. No turn may be in flight; the engine goes on with the weights that it has."""
+        """See :meth:`WeightSync.asleep`. No turn may be in flight; the engine goes on with the
+        weights that it has."""
         if self.sleep_level == 0:
             yield
             return

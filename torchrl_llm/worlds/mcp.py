@@ -1,8 +1,10 @@
-"""Tools of MCP servers (https://modelcontextprotocol.io) for GEM's ``ToolEnvWrapper``: :class:`MCPTools`.
+"""Tools of MCP servers (https://modelcontextprotocol.io) for GEM's ``ToolEnvWrapper``:
+:class:`MCPTools`.
 
-GEM has a tool of its own for these, ``gem.tools.mcp_tool.MCPTool``. It connects for each call, so that a server cannot keep a
-session, it cannot hold a server on standard input and output, and where a server fails it hands the model a message: the
-model would be trained on the failure. Here a session lasts, and a failure is a fault of the environment.
+GEM has a tool of its own for these, ``gem.tools.mcp_tool.MCPTool``. It connects for each call, so
+that a server cannot keep a session, it cannot hold a server on standard input and output, and where
+a server fails it hands the model a message: the model would be trained on the failure. Here a
+session lasts, and a failure is a fault of the environment.
 """
 
 from __future__ import annotations
@@ -43,17 +45,20 @@ class MCPServerError(RuntimeError):
 class MCPTools:
     """The tools of an MCP server, as a tool of GEM's ``ToolEnvWrapper``.
 
-    A response calls a tool by ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``; the result is the next message. What a
-    server says of a call, that it failed or has the wrong arguments, is a result too, and so is what is wrong with a call that
-    cannot be sent. A server that is missing, ends or does not answer raises, so the episode ends as a fault.
+    A response calls a tool by ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``; the
+    result is the next message. What a server says of a call, that it failed or has the wrong
+    arguments, is a result too, and so is what is wrong with a call that cannot be sent. A server
+    that is missing, ends or does not answer raises, so the episode ends as a fault.
 
-    The session begins with the first reset and lasts until :meth:`close`, or until the tools are garbage: a slot's episodes
-    share it. So a server that keeps a state between calls needs a tool that resets it.
+    The session begins with the first reset and lasts until :meth:`close`, or until the tools are
+    garbage: a slot's episodes share it. So a server that keeps a state between calls needs a tool
+    that resets it.
 
     Args:
-        server: the address, such as ``"http://127.0.0.1:8000/mcp"``; or a program that talks on standard input and output,
-            ``{"command": "python", "args": ["server.py"]}``, which has few of this process's variables unless ``"env"`` gives more;
-            or several servers, ``{"mcpServers": {name: ..., ...}}``.
+        server: the address, such as ``"http://127.0.0.1:8000/mcp"``; or a program that talks on
+            standard input and output, ``{"command": "python", "args": ["server.py"]}``, which has
+            few of this process's variables unless ``"env"`` gives more; or several servers,
+            ``{"mcpServers": {name: ..., ...}}``.
         timeout: seconds that a call may take, and the first one with the connection. Default 30.
 
     Raises:
@@ -78,7 +83,8 @@ class MCPTools:
         self._end: Callable[[], Any] = lambda: None
 
     def instruction_string(self) -> str:
-        """How a tool is called, and the name, description and parameters of each as JSON, for the first message.
+        """How a tool is called, and the name, description and parameters of each as JSON, for the
+        first message.
 
         Raises:
             MCPServerError, TimeoutError: see :meth:`execute_action`.
@@ -93,8 +99,8 @@ class MCPTools:
             action: the response.
 
         Returns:
-            Whether it calls a tool, whether that failed, the message, and the response up to the end of the call: what
-            ``ToolEnvWrapper`` reads.
+            Whether it calls a tool, whether that failed, the message, and the response up to the
+            end of the call: what ``ToolEnvWrapper`` reads.
 
         Raises:
             MCPServerError: the server cannot be reached, or its connection ended.
@@ -118,7 +124,8 @@ class MCPTools:
             ending.result(_CLOSE_TIMEOUT)
 
     def _run(self, work: Callable[[Any], Awaitable[T]]) -> T:
-        """The result of ``work`` with the session, which is opened if there is none, and dropped after a failure."""
+        """The result of ``work`` with the session, which is opened if there is none, and dropped
+        after a failure."""
         running = asyncio.run_coroutine_threadsafe(
             asyncio.wait_for(self._connected(work), self._timeout), _event_loop()
         )
@@ -235,7 +242,8 @@ _starting = threading.Lock()
 
 def _event_loop() -> asyncio.AbstractEventLoop:
     """The loop in which all sessions of this process run."""
-    # Slots ask for it from several threads at once, and a cache alone would start a loop for each. A fork has no threads.
+    # Slots ask for it from several threads at once, and a cache alone would start a loop for each.
+    # A fork has no threads.
     with _starting:
         return _loop_of(os.getpid())
 

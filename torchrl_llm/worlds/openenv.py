@@ -1,7 +1,9 @@
-"""Environments of OpenEnv (https://github.com/meta-pytorch/OpenEnv): a class in this process, or a server that runs.
+"""Environments of OpenEnv (https://github.com/meta-pytorch/OpenEnv): a class in this process, or a
+server that runs.
 
-``openenv:package.module:Class`` makes the class here; ``openenv:http://host:port`` is a session of a server. A response is one
-text field of an action, and a message is one text field of an observation.
+``openenv:package.module:Class`` makes the class here; ``openenv:http://host:port`` is a session of
+a server. A response is one text field of an action, and a message is one text field of an
+observation.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ def _check_required(schema: Mapping[str, Any], sent: set[str], env_id: str) -> N
 
 
 class Backend(Protocol):
-    """What an :class:`OpenEnvironment` talks to: an environment in this process, or a session of a server.
+    """What an :class:`OpenEnvironment` talks to: an environment in this process, or a session of a
+    server.
 
     Attributes:
         thread_safe: see :class:`~torchrl_llm.envs.TextEnv`.
@@ -93,14 +96,16 @@ class Backend(Protocol):
 class OpenEnvironment:
     """An environment of OpenEnv as a text environment.
 
-    The reward is the observation's, 0 where it has none; ``done`` terminates the episode, and its last reward decides about
-    success. OpenEnv knows no truncation: budgets are the setting ``max_turns``.
+    The reward is the observation's, 0 where it has none; ``done`` terminates the episode, and its
+    last reward decides about success. OpenEnv knows no truncation: budgets are the setting
+    ``max_turns``.
 
     Args:
         env_id: the id, for messages.
         backend: what it talks to.
         action: name of the action's field that is the response; default its only text field.
-        observation: name of the observation's field that is the message; default its only text field.
+        observation: name of the observation's field that is the message; default its only text
+            field.
         action_fields: constants for the action's other fields. Default none.
 
     Raises:

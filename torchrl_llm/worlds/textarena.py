@@ -1,8 +1,10 @@
-"""Games of TextArena (https://github.com/LeonGuertler/TextArena) as environments: ids such as ``textarena:TicTacToe-v0``.
+"""Games of TextArena (https://github.com/LeonGuertler/TextArena) as environments: ids such as
+``textarena:TicTacToe-v0``.
 
-Those of two players are a :class:`~torchrl_llm.envs.Game`, for self-play; those of one are ordinary environments. A message is what
-the game has shown a player since its last turn, in TextArena's form, ``[GAME] ...`` and ``[Player 1] ...``; TextArena's own wrappers,
-which repeat the whole history, are left out, but for those that complete actions.
+Those of two players are a :class:`~torchrl_llm.envs.Game`, for self-play; those of one are ordinary
+environments. A message is what the game has shown a player since its last turn, in TextArena's
+form, ``[GAME] ...`` and ``[Player 1] ...``; TextArena's own wrappers, which repeat the whole
+history, are left out, but for those that complete actions.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def _textarena() -> Any:
 def action_of(response: str) -> str:
     r"""The part of a response that is the move: what is in the last ``\boxed{}``, or all of it.
 
-    Opponents are shown moves, so a player that reasons before it boxes a move keeps its reasons to itself.
+    Opponents are shown moves, so a player that reasons before it boxes a move keeps its reasons to
+    itself.
 
     Examples:
         >>> action_of(r"The center is free. \boxed{[4]}"), action_of("[4]")
@@ -75,7 +78,8 @@ class _Played:
             raise EnvironmentUnavailableError(f"textarena:{self._name}", needs, error) from error
 
     def reset(self, seed: int | None) -> None:
-        # A new one each time: some keep a part of the last game, such as the order of the deck (Kuhn poker).
+        # A new one each time: some keep a part of the last game, such as the order of the deck
+        # (Kuhn poker).
         self.env = self._make()
         self.env.reset(num_players=self.players, seed=seed)
         for name, order in _ORDERS.items():
@@ -104,14 +108,16 @@ _ORDERS: dict[str, tuple[str, ...]] = {
     "set_invalid_move": ("reward", "reason"),
     "add_observation": ("from_id", "message", "observation_type"),
 }
-"""Methods of TextArena's states, and an order in which some games give their arguments that is not theirs (Countdown, Cryptarithm,
-Slitherlink)."""
+"""Methods of TextArena's states, and an order in which some games give their arguments that is not
+theirs (Countdown, Cryptarithm, Slitherlink)."""
 
 
 def _in_order(method: Callable[..., Any], order: tuple[str, ...]) -> Callable[..., Any]:
-    """A method that takes its arguments in the wrong order too: the number first, and a text behind it.
+    """A method that takes its arguments in the wrong order too: the number first, and a text behind
+    it.
 
-    Without it the reward of a move that is not allowed was text, and what a player read of it a number.
+    Without it the reward of a move that is not allowed was text, and what a player read of it a
+    number.
     """
 
     def called(*given: Any, **named: Any) -> Any:
@@ -123,7 +129,8 @@ def _in_order(method: Callable[..., Any], order: tuple[str, ...]) -> Callable[..
 
 
 class TextArenaGame(Game):
-    """A game of two players. A move that is not allowed may be corrected once, where TextArena says so; then it loses.
+    """A game of two players. A move that is not allowed may be corrected once, where TextArena says
+    so; then it loses.
 
     Args:
         name: its id in TextArena.
@@ -182,7 +189,8 @@ class SoloGame:
 
 
 def play_at_random(context: str, rng: random.Random) -> str:
-    """Plays games that list what may be done (tic-tac-toe, Kuhn poker, ...) at random, by the last list.
+    """Plays games that list what may be done (tic-tac-toe, Kuhn poker, ...) at random, by the last
+    list.
 
     Examples:
         >>> play_at_random("Available Moves: '[0]', '[7]'", random.Random(1))
@@ -196,17 +204,20 @@ def play_at_random(context: str, rng: random.Random) -> str:
 
 
 def _number_of_players(env_id: str, entry_point: str) -> int | None:
-    """1 or 2; ``None``: more, or a number that the game is not fixed to. The module is read, and only its package is imported.
+    """1 or 2; ``None``: more, or a number that the game is not fixed to. The module is read, and
+    only its package is imported.
 
     Raises:
-        EnvironmentUnavailableError: its package cannot be imported, as those that need a newer Python (Klondike).
+        EnvironmentUnavailableError: its package cannot be imported, as those that need a newer
+            Python (Klondike).
     """
     module = entry_point.partition(":")[0]
     try:
         found = find_spec(module)
     except ModuleNotFoundError:
         return None
-    except Exception as error:  # of the package's own code, such as syntax that is newer than this Python
+    # of the package's own code, such as syntax that is newer than this Python
+    except Exception as error:
         raise EnvironmentUnavailableError(env_id, "TextArena cannot make it here.", error) from error
     source = "" if found is None or found.origin is None else Path(found.origin).read_text(encoding="utf-8")
     states = {*re.findall(r"\b(\w+State)\(", source)}
@@ -214,11 +225,14 @@ def _number_of_players(env_id: str, entry_point: str) -> int | None:
 
 
 def resolve_textarena(env_id: str) -> EnvSpec:
-    """The game of an id, such as ``"textarena:TicTacToe-v0"``: the family that this package offers by an entry point.
+    """The game of an id, such as ``"textarena:TicTacToe-v0"``: the family that this package offers
+    by an entry point.
 
     Raises:
-        UnknownEnvironmentError: no game has this id, or it is for more than two players, or for any number of them.
-        EnvironmentUnavailableError: the game cannot be imported; the message has TextArena's reason.
+        UnknownEnvironmentError: no game has this id, or it is for more than two players, or for any
+            number of them.
+        EnvironmentUnavailableError: the game cannot be imported; the message has TextArena's
+            reason.
         MissingExtraError: TextArena is not installed.
     """
     _textarena()

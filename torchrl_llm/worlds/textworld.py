@@ -1,7 +1,9 @@
-"""Text games of TextWorld (https://github.com/microsoft/TextWorld) as environments: ids such as ``textworld:coin_collector``.
+"""Text games of TextWorld (https://github.com/microsoft/TextWorld) as environments: ids such as
+``textworld:coin_collector``.
 
-A game is generated from the seed of its task, compiled, and played in this process. TextWorld's own global generator is seeded
-for each game and left as it was found; importing TextWorld draws from numpy's.
+A game is generated from the seed of its task, compiled, and played in this process. TextWorld's own
+global generator is seeded for each game and left as it was found; importing TextWorld draws from
+numpy's.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ _FLAG = Setting(False, (False, True))
 _COMMON = {"max_turns": Setting(50, (range(1, 10_001),)), "show_commands": _FLAG}
 
 GAMES: dict[str, dict[str, Setting]] = {
-    # TextWorld compiles up to 100 rooms; levels from 101 on have two rooms for each step of the way, and from 201 on three.
+    # TextWorld compiles up to 100 rooms; levels from 101 on have two rooms for each step of the
+    # way, and from 201 on three.
     "coin_collector": {"level": Setting(1, (range(1, 101), range(101, 151), range(201, 234)))},
     "treasure_hunter": {"level": Setting(1, (range(1, 31),))},
     "simple": {
@@ -94,7 +97,8 @@ GAMES: dict[str, dict[str, Setting]] = {
         "quest_breadth": Setting(1, (range(1, 6),)),
     },
 }
-"""The games by the names of their ids, with their settings, which have the names of TextWorld's command ``tw-make``."""
+"""The games by the names of their ids, with their settings, which have the names of TextWorld's
+command ``tw-make``."""
 
 
 def check_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +150,8 @@ class Recipe(NamedTuple):
     Attributes:
         name: of the game, a key of :data:`GAMES`.
         settings: names and values of :data:`GAMES`, all of them.
-        seed: that of ``tw-make --seed``, from which TextWorld derives those of map, objects, quest and texts; below 2**32.
+        seed: that of ``tw-make --seed``, from which TextWorld derives those of map, objects, quest
+            and texts; below 2**32.
     """
 
     name: str
@@ -200,7 +205,8 @@ def _generate(textworld: Any, name: str, settings: dict[str, Any], options: Any)
 
 @contextmanager
 def _own_generator(textworld: Any, seed: int) -> Iterator[None]:
-    """Seed TextWorld's global generator, which some games draw from beside their seeds, and leave it as it was found."""
+    """Seed TextWorld's global generator, which some games draw from beside their seeds, and leave
+    it as it was found."""
     before = textworld.g_rng.seed
     textworld.g_rng.set_seed(seed)
     try:
@@ -210,7 +216,8 @@ def _own_generator(textworld: Any, seed: int) -> Iterator[None]:
 
 
 def _start(game: CompiledGame) -> tuple[Any, Any]:
-    """TextWorld's environment of a game, and its first state. The files are read here and not again."""
+    """TextWorld's environment of a game, and its first state. The files are read here and not
+    again."""
     textworld = _textworld()
     names = ("feedback", "description", "inventory", "objective", "score", "max_score", "won", "lost", "facts", "verbs")
     infos = textworld.EnvInfos(**dict.fromkeys((*names, "admissible_commands", "policy_commands"), True))
@@ -231,16 +238,19 @@ def _start(game: CompiledGame) -> tuple[Any, Any]:
 class TextWorldGame:
     """A game of TextWorld: read what the game prints, answer with a command in ``\\boxed{}``.
 
-    The first message has the rules, the objective and the first room. A command costs a turn, also one that the game does not
-    understand. The reward is the change of the game's score, divided by the highest possible score: a game that is won returns
-    1. The episode ends when the game is won or lost, or when the turns are used up. A response without a command ends it too,
-    with the reward -0.1.
+    The first message has the rules, the objective and the first room. A command costs a turn, also
+    one that the game does not understand. The reward is the change of the game's score, divided by
+    the highest possible score: a game that is won returns 1. The episode ends when the game is won
+    or lost, or when the turns are used up. A response without a command ends it too, with the
+    reward -0.1.
 
-    A command begins with a verb of the game, which the first message lists, with a direction, or with ``get``, ``x``, ``l`` or
-    ``i``. Others are not passed on: the interpreter would save files, restart or quit. Nor are several commands in one.
+    A command begins with a verb of the game, which the first message lists, with a direction, or
+    with ``get``, ``x``, ``l`` or ``i``. Others are not passed on: the interpreter would save files,
+    restart or quit. Nor are several commands in one.
 
-    Its extras describe the turn: ``location`` (the description), ``inventory`` and ``admissible_commands`` (one a line) are those
-    in which the response was given; ``score`` is the game's after it, out of ``max_score``.
+    Its extras describe the turn: ``location`` (the description), ``inventory`` and
+    ``admissible_commands`` (one a line) are those in which the response was given; ``score`` is the
+    game's after it, out of ``max_score``.
 
     Args:
         name: of the game, a key of :data:`GAMES`.
@@ -321,7 +331,8 @@ class TextWorldGame:
 
     @property
     def walkthrough(self) -> tuple[str, ...]:
-        """Commands that win the game from here, as TextWorld plans them; empty: it cannot be won any more."""
+        """Commands that win the game from here, as TextWorld plans them; empty: it cannot be won
+        any more."""
         return tuple(self._state.policy_commands)
 
     def close(self) -> None:
@@ -368,21 +379,25 @@ def _tidy(text: str) -> str:
 def demonstrations(
     env_id: str, seeds: Iterable[int], *, skill: float = 1.0, **options: Any
 ) -> Iterator[dict[str, Any]]:
-    """Episodes that follow the walkthrough, as the lines of a file of messages (:func:`~torchrl_llm.data.read_transcripts`).
+    """Episodes that follow the walkthrough, as the lines of a file of messages
+    (:func:`~torchrl_llm.data.read_transcripts`).
 
-    A player of :mod:`torchrl_llm.envs.players` reads what the model reads, and walkthroughs are hidden from that. So the
-    episodes are written to a file, which the setting ``demonstrations`` names.
+    A player of :mod:`torchrl_llm.envs.players` reads what the model reads, and walkthroughs are
+    hidden from that. So the episodes are written to a file, which the setting ``demonstrations``
+    names.
 
     Args:
         env_id: such as ``"textworld:coin_collector"``.
         seeds: of the games, one an episode.
-        skill: probability in [0, 1] of the walkthrough's next command; else a random admissible one, from the episode's seed. It
-            is random too where the game cannot be won any more. Default 1.
+        skill: probability in [0, 1] of the walkthrough's next command; else a random admissible
+            one, from the episode's seed. It is random too where the game cannot be won any more.
+            Default 1.
         options: of the environment.
 
     Raises:
         ValueError: ``skill`` is outside [0, 1].
-        UnknownEnvironmentError, TypeError, ValueError: see :func:`resolve_textworld` and :func:`check_options`.
+        UnknownEnvironmentError, TypeError, ValueError: see :func:`resolve_textworld` and
+            :func:`check_options`.
     """
     if not 0 <= skill <= 1:
         raise ValueError(f"skill={skill}; expected a probability in [0, 1].")
@@ -411,7 +426,8 @@ def _demonstration(env: IsolatedEnv, game: TextWorldGame, seed: int, skill: floa
 
 
 def resolve_textworld(env_id: str) -> EnvSpec:
-    """The game of an id, such as ``"textworld:coin_collector"``: the family that this package offers by an entry point.
+    """The game of an id, such as ``"textworld:coin_collector"``: the family that this package
+    offers by an entry point.
 
     Raises:
         UnknownEnvironmentError: no game has this id.

@@ -1,7 +1,8 @@
 """A causal language model that caches keys and values by slot: :class:`CachedModel`.
 
-Decides which tokens are computed, in which forward, and whether the cache is still valid. Beside it in this folder:
-``policy`` samples, ``_step`` makes a forward, ``_kv_cache`` stores, ``_self_check`` compares with the model's own forward.
+Decides which tokens are computed, in which forward, and whether the cache is still valid. Beside it
+in this folder: ``policy`` samples, ``_step`` makes a forward, ``_kv_cache`` stores, ``_self_check``
+compares with the model's own forward.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ _SAMPLE = 16  # elements of each parameter that the staleness check reads
 
 
 class CachedModel:
-    """Logits of the next token for many slots, computing only tokens that a slot's cache does not hold.
+    """Logits of the next token for many slots, computing only tokens that a slot's cache does not
+    hold.
 
-    Use: inside :meth:`session`, one :meth:`prefill`, then any number of :meth:`step` and :meth:`permute`, then
-    :meth:`remember`. An error in between drops the cache.
+    Use: inside :meth:`session`, one :meth:`prefill`, then any number of :meth:`step` and
+    :meth:`permute`, then :meth:`remember`. An error in between drops the cache.
 
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around one.
@@ -58,7 +60,8 @@ class CachedModel:
         config = lm.causal_lm(model).config.get_text_config()
         self._windows = attention_windows(config)
         self.max_positions = lm.max_positions(config)
-        # Inference mode is faster, but rope variants that rewrite their own buffers would leave inference tensors there.
+        # Inference mode is faster, but rope variants that rewrite their own buffers would leave
+        # inference tensors there.
         self._no_graph = torch.no_grad if lm.moving_ropes(model) else torch.inference_mode
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,7 +93,8 @@ class CachedModel:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Evaluation mode, no gradients, the right adapter; the cache is dropped if the weights are new.
+        """Evaluation mode, no gradients, the right adapter; the cache is dropped if the weights are
+        new.
 
         Afterwards each module has its own training flag back, and the model its active adapter.
         """
@@ -102,9 +106,11 @@ class CachedModel:
                 attention_kernels(),
             ):
                 self._backbone = CachedBackbone(self.model)
-                # A forward of the scorer may have left dynamic RoPE at the scaling of a longer input.
+                # A forward of the scorer may have left dynamic RoPE at the scaling of a longer
+                # input.
                 lm.reset_ropes(lm.backbone(self.model))
-                # Before fusing and packing: stale weights drop the fused layers and the packed head too.
+                # Before fusing and packing: stale weights drop the fused layers and the packed head
+                # too.
                 self._drop_if_stale()
                 self._logits = self._logits or sampling_head(self.model)
                 self._fused = self._fused or FusedLora(self.model, adapter=self.adapter)
@@ -115,8 +121,8 @@ class CachedModel:
             raise
 
     def _drop_if_stale(self) -> None:
-        # PyTorch has no public counter of in-place changes but `_version`. It misses fused optimizers and writes to `.data`,
-        # hence the sampled elements.
+        # PyTorch has no public counter of in-place changes but `_version`. It misses fused
+        # optimizers and writes to `.data`, hence the sampled elements.
         parameters, device = list(self.model.parameters()), self.device
         exact = [(id(p), p._version, p.data_ptr()) for p in parameters]
         samples = [p.detach().flatten()[:: max(1, p.numel() // _SAMPLE)] for p in parameters]
@@ -139,7 +145,8 @@ class CachedModel:
             logits ``[n, V]`` of the token after each prompt.
 
         Raises:
-            ContextLengthError: the longest prompt and ``room`` more tokens are more than the model's positions.
+            ContextLengthError: the longest prompt and ``room`` more tokens are more than the
+                model's positions.
         """
         n, longest = len(slots), int(lengths.max())
         if longest + room > self.max_positions:
@@ -185,7 +192,8 @@ class CachedModel:
         self.cache.permute(np.concatenate([source, rest]))
 
     def remember(self, prompts: Ints, lengths: Ints, responses: Ints, ends: Ints) -> None:
-        """Record what the first rows hold: the prompts, and the responses up to the last token but one.
+        """Record what the first rows hold: the prompts, and the responses up to the last token but
+        one.
 
         Args:
             prompts: ``[n, L]``.
@@ -203,7 +211,8 @@ class CachedModel:
     # Prefill: what to read, and reading it.
 
     def _share(self, prompts: Ints, lengths: Ints, held: Ints, rows: Ints) -> Ints:
-        """Fill rows with prefixes that other rows hold, or that several of them share; returns the new ``held``."""
+        """Fill rows with prefixes that other rows hold, or that several of them share; returns the
+        new ``held``."""
         held = self._borrow(prompts, lengths, held, rows)
         fresh = rows[lengths[rows] - 1 - held[rows] >= _BORROW]
         if len(fresh) < 2:
@@ -220,7 +229,8 @@ class CachedModel:
         return self._borrow(prompts, lengths, held, fresh)
 
     def _borrow(self, prompts: Ints, lengths: Ints, held: Ints, rows: Ints) -> Ints:
-        """Copy to each of ``rows`` the longest prefix of its prompt that any row holds, where that saves enough."""
+        """Copy to each of ``rows`` the longest prefix of its prompt that any row holds, where that
+        saves enough."""
         n, longest = prompts.shape
         available = self.cache.lengths.copy()
         available[:n] = held
@@ -245,8 +255,9 @@ class CachedModel:
     def _read(self, prompts: Ints, held: Ints, ends: Ints, rows: Ints) -> Tensor:
         """Compute tokens ``held`` to ``ends`` of the prompts of ``rows`` ``[m]``.
 
-        The windows end together, so that the last column belongs to every row's last token: a row with fewer tokens to
-        read than the others reads some again, and padding where its prompt does not reach so far back.
+        The windows end together, so that the last column belongs to every row's last token: a row
+        with fewer tokens to read than the others reads some again, and padding where its prompt
+        does not reach so far back.
 
         Returns:
             hidden states ``[m, H]`` of the last tokens.
@@ -272,12 +283,14 @@ class CachedModel:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     def _forward(self, ids: Tensor, positions: Tensor, *, width: int, rows: Tensor | None = None) -> Tensor:
-        """Run the backbone on new tokens ``[m, q]``; negative positions are padding. Returns ``[m, H]``, last column."""
+        """Run the backbone on new tokens ``[m, q]``; negative positions are padding. Returns
+        ``[m, H]``, last column."""
         return self._backbone.read(self.cache, ids, positions, width=width, windows=self._windows, rows=rows)
 
 
 def _buckets(rows: Ints, missing: Ints) -> list[Ints]:
-    """Split ``rows`` so that none of them reads mostly what it has read, or padding: long prompts, short feedback."""
+    """Split ``rows`` so that none of them reads mostly what it has read, or padding: long prompts,
+    short feedback."""
     buckets: list[list[int]] = []
     for row in sorted(rows.tolist(), key=lambda row: -missing[row]):
         most = missing[buckets[-1][0]] if buckets else 0

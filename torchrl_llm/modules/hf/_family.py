@@ -1,4 +1,5 @@
-"""What :class:`~torchrl_llm.modules.hf.HFPolicy` reads of a model before any forward: whether it refuses its family, and its windows."""
+"""What :class:`~torchrl_llm.modules.hf.HFPolicy` reads of a model before any forward: whether it
+refuses its family, and its windows."""
 
 from __future__ import annotations
 

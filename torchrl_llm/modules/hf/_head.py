@@ -1,4 +1,5 @@
-"""The head while sampling: :func:`sampling_head`, which packs the weights of a large one for products of few rows."""
+"""The head while sampling: :func:`sampling_head`, which packs the weights of a large one for
+products of few rows."""
 
 from __future__ import annotations
 
@@ -11,14 +12,17 @@ from torchrl_llm.modules.head import LinearHead
 from torchrl_llm.modules.lm import logits_function
 
 _LEAST = 2**20
-"""Weights of a head that is packed. Smaller ones gain nothing: their product is as short as a call."""
+"""Weights of a head that is packed. Smaller ones gain nothing: their product is as short as a
+call."""
 
 _ROWS = 32
-"""Rows that the layout of packed weights is made for. A constant, so that a row's logits do not depend on how many there are."""
+"""Rows that the layout of packed weights is made for. A constant, so that a row's logits do not
+depend on how many there are."""
 
 
 def packs_head(numel: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether :func:`sampling_head` packs a plain head of so many weights: a copy that takes as much memory as they.
+    """Whether :func:`sampling_head` packs a plain head of so many weights: a copy that takes as
+    much memory as they.
 
     Examples:
         >>> packs_head(2**20, torch.float32, torch.device("cuda")), packs_head(2**19, torch.float32, torch.device("cpu"))
@@ -28,11 +32,13 @@ def packs_head(numel: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def sampling_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Logits ``[..., V]`` of hidden states ``[..., H]``, as :func:`~torchrl_llm.modules.lm.logits_function` computes them.
+    """Logits ``[..., V]`` of hidden states ``[..., H]``, as
+    :func:`~torchrl_llm.modules.lm.logits_function` computes them.
 
-    The product of a few rows and a large matrix spends most of its time in copying the matrix to a layout for it. oneDNN takes
-    a matrix that has this layout already, which on a CPU makes the head of a vocabulary of 49 to 152 thousand ids 1.5 to 2.5 times
-    as fast at 8 to 64 rows. The weights are those of this moment: another head is to be made when they change.
+    The product of a few rows and a large matrix spends most of its time in copying the matrix to a
+    layout for it. oneDNN takes a matrix that has this layout already, which on a CPU makes the head
+    of a vocabulary of 49 to 152 thousand ids 1.5 to 2.5 times as fast at 8 to 64 rows. The weights
+    are those of this moment: another head is to be made when they change.
     """
     head = LinearHead.of(model)
     if head is None or not packs_head(head.weight.numel(), head.weight.dtype, head.weight.device):

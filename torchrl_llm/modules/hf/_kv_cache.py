@@ -1,6 +1,7 @@
 """Keys and values of the slots' contexts, kept between turns: :class:`SlotCache`.
 
-Storage and bookkeeping only. :mod:`torchrl_llm.modules.hf._cached_model` decides which tokens are computed under which mask.
+Storage and bookkeeping only. :mod:`torchrl_llm.modules.hf._cached_model` decides which tokens are
+computed under which mask.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ _ALIGNMENT = 64  # columns are allocated in multiples of this
 
 
 class SlotCache(Cache):
-    """A transformers cache of ``[rows, heads, columns, dim]`` per layer: the token at position p of a row lies in column p.
+    """A transformers cache of ``[rows, heads, columns, dim]`` per layer: the token at position p of
+    a row lies in column p.
 
-    Rows are right-padded and of different lengths; a forward writes each new token to its own position
-    (:meth:`aim`) and sees the columns up to the longest row, so the attention mask must hide what lies behind a token.
-    Padding is written to the last column, which no token attends to.
+    Rows are right-padded and of different lengths; a forward writes each new token to its own
+    position (:meth:`aim`) and sees the columns up to the longest row, so the attention mask must
+    hide what lies behind a token. Padding is written to the last column, which no token attends to.
 
-    Rows are addressed by number; :meth:`arrange` brings the slots of a batch to rows 0, 1, ..., so that a batch is a
-    view of the storage and not a copy.
+    Rows are addressed by number; :meth:`arrange` brings the slots of a batch to rows 0, 1, ..., so
+    that a batch is a view of the storage and not a copy.
 
     Attributes:
         slots: ``[rows]``, the slot that each row belongs to.
@@ -54,7 +56,8 @@ class SlotCache(Cache):
     # Bookkeeping, on the host.
 
     def arrange(self, slots: Ints, columns: int) -> None:
-        """Bring ``slots`` ``[n]`` (distinct) to rows 0 to n - 1, with room for ``columns`` tokens each."""
+        """Bring ``slots`` ``[n]`` (distinct) to rows 0 to n - 1, with room for ``columns`` tokens
+        each."""
         known = {slot: row for row, slot in enumerate(self.slots.tolist())}
         new = [slot for slot in slots.tolist() if slot not in known]
         # One column more than tokens: the last one takes what is written for padding.
@@ -73,7 +76,8 @@ class SlotCache(Cache):
         self.copy(source[moved], moved, self.tokens.shape[1])
 
     def copy(self, source: Ints, target: Ints, columns: int) -> None:
-        """Copy the first ``columns`` columns of rows ``source`` ``[m]`` to rows ``target`` ``[m]``, keys and values only."""
+        """Copy the first ``columns`` columns of rows ``source`` ``[m]`` to rows ``target`` ``[m]``,
+        keys and values only."""
         if not len(source):
             return
         # Layers of a device share their indices: each copy of them to a GPU waits for it.
@@ -82,7 +86,8 @@ class SlotCache(Cache):
             if (device := storage.device) not in indices:
                 indices[device] = torch.from_numpy(target).to(device), torch.from_numpy(source).to(device)
             (to, of), part = indices[device], storage[:, :, :columns]
-            # `index_select` reads all rows before one is written, so rows may change places; indexing would be slower.
+            # `index_select` reads all rows before one is written, so rows may change places;
+            # indexing would be slower.
             part.index_copy_(0, to, part.index_select(0, of))
 
     def _reserve(self, rows: int, columns: int) -> None:
@@ -103,14 +108,17 @@ class SlotCache(Cache):
                 new[:old_rows, :, :old_columns] = old
 
     def _allocate(self, states: Tensor) -> Tensor:
-        """Storage for keys or values like ``[n, heads, q, dim]``. Zeros, because masked values must still be finite."""
+        """Storage for keys or values like ``[n, heads, q, dim]``. Zeros, because masked values must
+        still be finite."""
         rows, columns = self.tokens.shape
         return states.new_zeros(rows, states.shape[1], columns, states.shape[3])
 
     def first(self, rows: int) -> SlotCache:
-        """The first ``rows`` rows as a cache of their own, whose keys and values are views of these: what a compiled step gets.
+        """The first ``rows`` rows as a cache of their own, whose keys and values are views of
+        these: what a compiled step gets.
 
-        It is the same one until the storage moves or another number is asked for. Its rows and columns are symbols of the graph.
+        It is the same one until the storage moves or another number is asked for. Its rows and
+        columns are symbols of the graph.
         """
         if self._first is None or self._first._layers[0][0].shape[0] != rows:
             self._first = SlotCache()
@@ -125,7 +133,8 @@ class SlotCache(Cache):
         """Set the columns that the next forward writes and sees.
 
         Args:
-            positions: ``[n, q]`` int64, the column of each new token; negative for padding, if q > 1.
+            positions: ``[n, q]`` int64, the column of each new token; negative for padding, if q
+                > 1.
             width: the columns that are seen.
             rows: ``[n]`` int64, the rows of the batch; ``None``: rows 0 to n - 1.
         """
@@ -136,13 +145,15 @@ class SlotCache(Cache):
         if positions.shape[1] > 1:
             positions = torch.where(positions < 0, self.tokens.shape[1] - 1, positions)
         self._column = positions.unsqueeze(1)
-        # By number of heads, in which layers may differ: layers that agree share one index a forward.
+        # By number of heads, in which layers may differ: layers that agree share one index a
+        # forward.
         self._indices: dict[int, Tensor] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store ``[n, heads, q, dim]`` keys and values where :meth:`aim` said and return those of the whole context.
+        """Store ``[n, heads, q, dim]`` keys and values where :meth:`aim` said and return those of
+        the whole context.
 
         Returns:
             keys and values ``[n, heads, width, dim]``.
@@ -156,7 +167,8 @@ class SlotCache(Cache):
         _, heads, columns, dim = storage.shape
         if (index := self._indices.get(heads)) is None:
             head = torch.arange(heads, device=storage.device).view(1, -1, 1)
-            # Rows have tokens at different columns: one flat index writes them all in one operation.
+            # Rows have tokens at different columns: one flat index writes them all in one
+            # operation.
             index = ((self._row * heads + head) * columns + self._column).flatten()
             self._indices[heads] = index
         storage.view(-1, dim).index_copy_(0, index, states.reshape(-1, dim))
@@ -166,7 +178,8 @@ class SlotCache(Cache):
 
 
 def mark_sizes(tensor: Tensor, *dims: int) -> None:
-    """Let ``torch.compile`` take these sizes of a tensor for symbols, and the others for constants."""
+    """Let ``torch.compile`` take these sizes of a tensor for symbols, and the others for
+    constants."""
     for dim, size in enumerate(tensor.shape):
         if dim not in dims:
             torch._dynamo.mark_static(tensor, dim)

@@ -1,4 +1,5 @@
-"""A :class:`CachedModel` that compares itself with the model's own forward: :class:`CheckedModel`."""
+"""A :class:`CachedModel` that compares itself with the model's own forward:
+:class:`CheckedModel`."""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ _MORE = 5  # tokens that a comparison adds to its rows
 
 
 class CheckedModel(CachedModel):
-    """Refuses a model, or a context, that has other logits with keys and values cached by slot than without.
+    """Refuses a model, or a context, that has other logits with keys and values cached by slot than
+    without.
 
-    A few tokens are compared when it is made, and rows longer than an attention window of the configuration when the first
-    context is. Each compiled step is compared with the same one without the compiler when it is first made.
+    A few tokens are compared when it is made, and rows longer than an attention window of the
+    configuration when the first context is. Each compiled step is compared with the same one
+    without the compiler when it is first made.
 
     Args:
         model: see :class:`CachedModel`; so are ``adapter`` and ``bucket``.
@@ -41,7 +44,8 @@ class CheckedModel(CachedModel):
     ) -> None:
         check_family(model)
         super().__init__(model, adapter=adapter, bucket=bucket)
-        # Windows are tried out when the first context is longer: at 4096 tokens that takes as long as a long prompt.
+        # Windows are tried out when the first context is longer: at 4096 tokens that takes as long
+        # as a long prompt.
         config = lm.causal_lm(model).config.get_text_config()
         self._untried = [window for window in declared_windows(config) if window < self.max_positions]
         self._limit = float("inf")
@@ -50,7 +54,8 @@ class CheckedModel(CachedModel):
         self._check_forward()
 
     def prefill(self, prompts: Ints, lengths: Ints, *, slots: Ints, room: int) -> Tensor:
-        """See :meth:`CachedModel.prefill`; raises ContextLengthError beyond a window that is not computed rightly, too."""
+        """See :meth:`CachedModel.prefill`; raises ContextLengthError beyond a window that is not
+        computed rightly, too."""
         longest = int(lengths.max())
         self._try_windows(longest + room)
         if longest + room > self._limit:
@@ -62,11 +67,13 @@ class CheckedModel(CachedModel):
         return super().prefill(prompts, lengths, slots=slots, room=room)
 
     def step(self, ids: Tensor, positions: Tensor, *, width: int) -> Tensor:
-        """See :meth:`CachedModel.step`; raises UnsupportedModelError where the compiled one differs, too."""
+        """See :meth:`CachedModel.step`; raises UnsupportedModelError where the compiled one
+        differs, too."""
         if not self._compiles:
             return super().step(ids, positions, width=width)
         several = len(ids) > 1  # a single row has a graph of its own
-        # Here and not when the model is made: a graph holds for a precision of float32 products, which a run sets later.
+        # Here and not when the model is made: a graph holds for a precision of float32 products,
+        # which a run sets later.
         expected = None if several in self._compared else super().step(ids, positions, width=width)
         width, windows = self._in_buckets(width), self._windows
         logits = self._logits(compiled_step(self._backbone, self.cache, ids, positions, width=width, windows=windows))
@@ -78,21 +85,25 @@ class CheckedModel(CachedModel):
 
     def _check_step(self, found: Tensor, expected: Tensor) -> None:
         gaps = (found.float() - expected.float()).abs().amax(-1)
-        # TF32 differs by 1e-3. In half precision the experts of a mixture may tip over at some token.
+        # TF32 differs by 1e-3. In half precision the experts of a mixture may tip over at some
+        # token.
         exact = lm.is_full_precision(self.dtype)
         worst = gaps.max() if exact else gaps.quantile(0.75)
-        if not bool(worst <= (1e-2 if exact else 3e-2) * max(1.0, float(expected.abs().max()))):  # also where it is NaN
+        # also where it is NaN
+        if not bool(worst <= (1e-2 if exact else 3e-2) * max(1.0, float(expected.abs().max()))):
             raise UnsupportedModelError(
                 f"{name_of(lm.causal_lm(self.model))} has other logits with the compiled forward of a sampled token than without "
                 f"(largest difference {float(gaps.max()):.3g}), so log-probs would be wrong. Set compile_decode to false."
             )
 
     def _try_windows(self, longest: int) -> None:
-        """Compare with the model's own forward beyond every window that a context of ``longest`` tokens is the first to exceed."""
+        """Compare with the model's own forward beyond every window that a context of ``longest``
+        tokens is the first to exceed."""
         passed = [window for window in self._untried if window < longest <= self.max_positions]
         if not passed:
             return
-        rest, self._untried = self._untried[len(passed) :], []  # the comparison itself exceeds some of them
+        # the comparison itself exceeds some of them
+        rest, self._untried = self._untried[len(passed) :], []
         try:
             with float32_products("highest"):
                 failed = [window for window in passed if not self._check_window(window)]
@@ -101,7 +112,8 @@ class CheckedModel(CachedModel):
         self._limit = min([self._limit, *failed])
 
     def _check_forward(self) -> None:
-        """Compare with the model's own forward on two short rows; a default bucket that the model does not bear becomes 1."""
+        """Compare with the model's own forward on two short rows; a default bucket that the model
+        does not bear becomes 1."""
         try:
             self._compare()
         except UnsupportedModelError:
@@ -112,7 +124,8 @@ class CheckedModel(CachedModel):
             self._compare()
 
     def _compare(self) -> None:
-        """Compare cached, padded, stepwise computation with the model's own forward on two short rows."""
+        """Compare cached, padded, stepwise computation with the model's own forward on two short
+        rows."""
         name = name_of(lm.causal_lm(self.model))
         with self.session(), float32_products("highest"):
             try:
@@ -141,8 +154,8 @@ class CheckedModel(CachedModel):
             self.cache.drop()
             gaps, tolerance = self._gaps(lengths)
             self.cache.drop()
-            # Wrong masks spoil the rows beyond the window. In half precision the experts of a mixture may tip over at
-            # some token, which is no fault of the cache.
+            # Wrong masks spoil the rows beyond the window. In half precision the experts of a
+            # mixture may tip over at some token, which is no fault of the cache.
             worst = gaps.max() if lm.is_full_precision(self.dtype) else gaps.quantile(0.75)
             if bool(worst <= tolerance):
                 return True
@@ -150,14 +163,16 @@ class CheckedModel(CachedModel):
         return False
 
     def _gaps(self, lengths: Sequence[int], *, own_forward: bool = False) -> tuple[Tensor, float]:
-        """Differences of logits ``[n, 3]`` after a prompt, one more token, and a second prompt; and the tolerance."""
+        """Differences of logits ``[n, 3]`` after a prompt, one more token, and a second prompt; and
+        the tolerance."""
         n, sizes = len(lengths), np.array(lengths, np.int64)
         ids = probe_ids(self.model, n, max(lengths) + _MORE).cpu().numpy()
         ends = np.stack([sizes, sizes + 1, sizes + _MORE], axis=1)
         expected = []
         for row, end in zip(ids, ends, strict=True):
             tokens = self._put(row[None, : end[-1]])
-            if own_forward:  # with a cache of its own, so that a compiled model compiles nothing for it
+            # with a cache of its own, so that a compiled model compiles nothing for it
+            if own_forward:
                 expected.append(lm.causal_lm(self.model)(input_ids=tokens).logits[0, end - 1])
             else:  # without the logits of a long row
                 hidden = lm.backbone(self.model)(input_ids=tokens, use_cache=False).last_hidden_state

@@ -1,4 +1,5 @@
-"""One forward of a model's backbone on new tokens, with keys and values cached by slot: :class:`CachedBackbone`.
+"""One forward of a model's backbone on new tokens, with keys and values cached by slot:
+:class:`CachedBackbone`.
 
 :func:`compiled_step` is the one of a sampled token through ``torch.compile``.
 """
@@ -22,7 +23,8 @@ class DecodeCompilationError(RuntimeError):
 
 
 class CachedBackbone:
-    """The backbone of a model, as it is now: another is to be made when modules of the model are exchanged.
+    """The backbone of a model, as it is now: another is to be made when modules of the model are
+    exchanged.
 
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around one.
@@ -50,7 +52,8 @@ class CachedBackbone:
             ids: ``[m, q]`` int64.
             positions: ``[m, q]`` int64, the column of each token; negative for padding, if q > 1.
             width: the columns of the cache that are seen.
-            windows: how far back the layers of each kind see, in tokens; ``None``: to the beginning.
+            windows: how far back the layers of each kind see, in tokens; ``None``: to the
+                beginning.
             rows: ``[m]`` int64, the rows of the cache; ``None``: rows 0 to m - 1.
 
         Returns:
@@ -78,9 +81,11 @@ def compiled_step(
     width: int,
     windows: Mapping[str, int | None],
 ) -> Tensor:
-    """:meth:`CachedBackbone.read` of one token of each of the first rows, compiled when it is first called.
+    """:meth:`CachedBackbone.read` of one token of each of the first rows, compiled when it is first
+    called.
 
-    Rows, columns and width are symbols, so there is one graph for a single row and one for all larger numbers of rows.
+    Rows, columns and width are symbols, so there is one graph for a single row and one for all
+    larger numbers of rows.
 
     Args:
         backbone: the model's.
@@ -95,7 +100,8 @@ def compiled_step(
     Raises:
         DecodeCompilationError: PyTorch's compiler fails.
     """
-    # One new tensor, since graphs depend on strides too. The width is the size of another: an int would be a constant at first.
+    # One new tensor, since graphs depend on strides too. The width is the size of another: an int
+    # would be a constant at first.
     tokens, columns = torch.stack([ids, positions]), torch.arange(width, device=ids.device)
     mark_sizes(columns, 0)
     mark_sizes(tokens, 1)
@@ -116,7 +122,8 @@ def compiled_step(
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
-    """:func:`_step`, compiled. Made late, because it imports PyTorch's compiler, which takes seconds."""
+    """:func:`_step`, compiled. Made late, because it imports PyTorch's compiler, which takes
+    seconds."""
     # A graph break is an error: a silent fall back to eager would look like a slow success.
     return torch.compile(_step, fullgraph=True)
 
@@ -132,11 +139,13 @@ def _step(
 def _masks(
     positions: Tensor, width: int, windows: Mapping[str, int | None], dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor]:
-    """Additive masks ``[m, 1, q, width]``: a token sees its own column, those before, and no further than its window."""
+    """Additive masks ``[m, 1, q, width]``: a token sees its own column, those before, and no
+    further than its window."""
     columns, positions = torch.arange(width, device=positions.device), positions[:, None, :, None]
     behind, masks = columns > positions, {}
     for kind, window in windows.items():
         hidden = behind if window is None else behind | (columns <= positions - window)
         masks[kind] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
-    # A single kind goes in as a tensor: models that do not tell kinds apart do not know the dictionary.
+    # A single kind goes in as a tensor: models that do not tell kinds apart do not know the
+    # dictionary.
     return masks if len(masks) > 1 else next(iter(masks.values()))

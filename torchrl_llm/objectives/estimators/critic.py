@@ -17,7 +17,8 @@ from torchrl_llm.utils.options import NonNegative, Share
 
 
 class CriticEstimator(TurnEstimator):
-    """Base class of the estimators with a critic, which runs under ``no_grad`` unless its values are in the batch."""
+    """Base class of the estimators with a critic, which runs under ``no_grad`` unless its values
+    are in the batch."""
 
     _writes = (*TurnEstimator._writes, "turn_value")
 
@@ -27,9 +28,11 @@ class CriticEstimator(TurnEstimator):
         return list(dict.fromkeys([*super().in_keys, *values]))
 
     def _values(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
-        """``"value"`` ``[B, L]`` and, if there is one, ``"bootstrap_value"`` ``[B]``: from the batch, or the critic."""
+        """``"value"`` ``[B, L]`` and, if there is one, ``"bootstrap_value"`` ``[B]``: from the
+        batch, or the critic."""
         source, critic = tensordict, self.value_network
-        # Values in the batch win: a trainer scores them beforehand, in micro-batches that fit into memory.
+        # Values in the batch win: a trainer scores them beforehand, in micro-batches that fit into
+        # memory.
         if tensordict.get(self.tensor_keys.value, None) is None:
             if critic is None:
                 raise KeyError(
@@ -57,29 +60,35 @@ class CriticEstimator(TurnEstimator):
 class TurnGAE(CriticEstimator):
     """Generalized advantage estimation over turns (or over action tokens), with a critic.
 
-    Runs the critic under ``no_grad`` unless the batch already has its ``"state_value"``. After the last turn the next
-    value is 0 if the episode terminated, and ``"bootstrap_value"`` if it was only truncated.
+    Runs the critic under ``no_grad`` unless the batch already has its ``"state_value"``. After the
+    last turn the next value is 0 if the episode terminated, and ``"bootstrap_value"`` if it was
+    only truncated.
 
-    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]`` and what the
-    critic reads (or ``"state_value"`` ``[B, L]`` and ``"bootstrap_value"`` ``[B]``). Writes ``"advantage"`` and
-    ``"value_target"`` ``[B, L]`` and ``("turn", value / advantage / value_target)`` ``[B, T]``; at token granularity
-    the latter are reduced from the tokens' by ``value_reduction``.
+    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]``
+    and what the critic reads (or ``"state_value"`` ``[B, L]`` and ``"bootstrap_value"`` ``[B]``).
+    Writes ``"advantage"`` and ``"value_target"`` ``[B, L]`` and
+    ``("turn", value / advantage / value_target)`` ``[B, T]``; at token granularity the latter are
+    reduced from the tokens' by ``value_reduction``.
 
     Args:
-        value_network: the critic, writing ``"state_value"`` and ``"bootstrap_value"``; ``None`` if they are always
-            there.
+        value_network: the critic, writing ``"state_value"`` and ``"bootstrap_value"``; ``None`` if
+            they are always there.
 
     Keyword Args:
-        gamma: discount per step, i.e. per turn or per action token. Default: 0.99 per turn, 1.0 per token.
+        gamma: discount per step, i.e. per turn or per action token. Default: 0.99 per turn, 1.0 per
+            token.
         lmbda: the trade-off of bias against variance, per step. Default: 0.95.
-        granularity: what a step is. ``"auto"`` is ``"token"`` if ``single_turn``, else ``"turn"``. Default: ``"turn"``.
+        granularity: what a step is. ``"auto"`` is ``"token"`` if ``single_turn``, else ``"turn"``.
+            Default: ``"turn"``.
         single_turn: whether episodes have one turn only; needed by (and only by) ``"auto"``.
-        value_reduction: which of a turn's values is the state's. ``"first"`` alone keeps the policy gradient unbiased;
-            ``"mean"`` and ``"last"`` depend on the action; use them for comparisons only. Default: ``"first"``.
-        whiten: normalize advantages to mean 0 and variance 1 over the steps of the batch (see ``process_group``). Default:
-            ``True``.
+        value_reduction: which of a turn's values is the state's. ``"first"`` alone keeps the policy
+            gradient unbiased; ``"mean"`` and ``"last"`` depend on the action; use them for
+            comparisons only. Default: ``"first"``.
+        whiten: normalize advantages to mean 0 and variance 1 over the steps of the batch (see
+            ``process_group``). Default: ``True``.
         value_chunk_size: run the critic on this many rows at a time. Default: all.
-        kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`.
+        kl_coeff, discounted_objective, clip_advantage, process_group: see
+            :class:`~torchrl_llm.objectives.TurnEstimator`.
 
     Examples:
         >>> import torch
@@ -141,23 +150,28 @@ class TurnGAE(CriticEstimator):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TurnVTrace(CriticEstimator):
-    """V-trace over turns, for episodes of an older policy (Espeholt et al., 2018, arXiv:1802.01561).
+    """V-trace over turns, for episodes of an older policy (Espeholt et al., 2018,
+    arXiv:1802.01561).
 
-    The ratio of a turn is its probability under the model at the start of the update (``"old_log_prob"``, which must be
-    scored) over its probability under the policy that sampled (``"sample_log_prob"``). The advantage already holds this
-    ratio, so the losses accept this estimator only with ``clipping="none"`` and without a sampler correction.
+    The ratio of a turn is its probability under the model at the start of the update
+    (``"old_log_prob"``, which must be scored) over its probability under the policy that sampled
+    (``"sample_log_prob"``). The advantage already holds this ratio, so the losses accept this
+    estimator only with ``clipping="none"`` and without a sampler correction.
 
-    Reads and writes the keys of :class:`~torchrl_llm.objectives.TurnGAE` at turn granularity, and reads these two.
+    Reads and writes the keys of :class:`~torchrl_llm.objectives.TurnGAE` at turn granularity, and
+    reads these two.
 
     Args:
         value_network: as in :class:`~torchrl_llm.objectives.TurnGAE`.
 
     Keyword Args:
         gamma: discount per turn. Default: 0.99.
-        rho_clip: cap of the ratio in the advantage and in the target's temporal differences. Default: 1.0.
+        rho_clip: cap of the ratio in the advantage and in the target's temporal differences.
+            Default: 1.0.
         c_clip: cap of the ratio on the way back. Default: 1.0.
         value_chunk_size: run the critic on this many rows at a time. Default: all.
-        kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`.
+        kl_coeff, discounted_objective, clip_advantage, process_group: see
+            :class:`~torchrl_llm.objectives.TurnEstimator`.
 
     Examples:
         >>> import torch

@@ -20,20 +20,24 @@ Imitated = Literal["all", "success", "return"]
 class ImitationWeights(TurnEstimator):
     """The weight with which each turn is imitated, written as its advantage.
 
-    Reads ``("turn", reward / mask / terminated / truncated / success)`` ``[B, T]`` and ``"turn_ids"`` ``[B, L]``. Writes
-    ``"advantage"``, ``"value_target"`` ``[B, L]`` and ``("turn", advantage / value_target)`` ``[B, T]``; the target is the
-    return from the turn on.
+    Reads ``("turn", reward / mask / terminated / truncated / success)`` ``[B, T]`` and
+    ``"turn_ids"`` ``[B, L]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and
+    ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return from the turn on.
 
     Keyword Args:
-        imitate: ``"all"`` turns with weight 1; ``"success"``: those of episodes that ended in success, the others with 0 (filtered
-            behavior cloning; on the policy's own episodes rejection sampling, as in RAFT, arXiv:2304.06767, and STaR,
-            arXiv:2203.14465); ``"return"``: each with its return from there on, which must not be negative where ``min_return`` lets it
-            through (reward-weighted regression; Peters and Schaal, 2007). Default: ``"all"``.
-        min_return: turns whose return from there on is less get the weight 0; ``None`` sets no bound. Default: ``None``.
+        imitate: ``"all"`` turns with weight 1; ``"success"``: those of episodes that ended in
+            success, the others with 0 (filtered behavior cloning; on the policy's own episodes
+            rejection sampling, as in RAFT, arXiv:2304.06767, and STaR, arXiv:2203.14465);
+            ``"return"``: each with its return from there on, which must not be negative where
+            ``min_return`` lets it through (reward-weighted regression; Peters and Schaal, 2007).
+            Default: ``"all"``.
+        min_return: turns whose return from there on is less get the weight 0; ``None`` sets no
+            bound. Default: ``None``.
         gamma: discount per turn, of returns. Default: 1.0.
 
     Raises:
-        ConfigError: ``imitate="return"`` and a return is negative: its text would be made less likely without bound.
+        ConfigError: ``imitate="return"`` and a return is negative: its text would be made less
+            likely without bound.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -90,17 +94,22 @@ class ImitationWeights(TurnEstimator):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NoCredit(TurnEstimator):
-    """Nothing is learned from rewards: what counts is the KL to a teacher, in the loss or in the reward.
+    """Nothing is learned from rewards: what counts is the KL to a teacher, in the loss or in the
+    reward.
 
-    With the KL in the reward (``kl_coeff``) the advantage of a turn is its return of the KL alone, less the mean over the turns of
-    the batch: what :class:`~torchrl_llm.objectives.ReBN` makes of rewards that do not differ. Without it advantages are 0.
+    With the KL in the reward (``kl_coeff``) the advantage of a turn is its return of the KL alone,
+    less the mean over the turns of the batch: what :class:`~torchrl_llm.objectives.ReBN` makes of
+    rewards that do not differ. Without it advantages are 0.
 
-    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]`` and ``"turn_ids"`` ``[B, L]``, and with a KL the log-probs; writes
-    what :class:`~torchrl_llm.objectives.TurnEstimator` writes, the target as the return from the turn on.
+    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]`` and ``"turn_ids"``
+    ``[B, L]``, and with a KL the log-probs; writes what
+    :class:`~torchrl_llm.objectives.TurnEstimator` writes, the target as the return from the turn
+    on.
 
     Keyword Args:
         gamma: discount per turn. Default: 1.0.
-        kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`.
+        kl_coeff, discounted_objective, clip_advantage, process_group: see
+            :class:`~torchrl_llm.objectives.TurnEstimator`.
 
     Examples:
         >>> from tensordict import TensorDict

@@ -23,11 +23,13 @@ _STATES = "_states"
 STATE_IDLE = Idle(("state", "alone"), {"credit": ("episode", "turn")}, 'set credit to "state"')
 """What only counts where states are compared."""
 POTENTIAL_IDLE = Idle(("potential",), {"credit": ("episode",)}, 'set credit to "turn" or "state"')
-"""Over a whole episode shaping adds up to the potential of its first state, which a group shares."""
+"""Over a whole episode shaping adds up to the potential of its first state, which a group
+shares."""
 
 
 def numbers_of(rows: TensorDictBase, option: str, name: str) -> Tensor:
-    """The extra ``name`` that the environment declares as a number, ``[B, T]``; 0 for a turn that has none.
+    """The extra ``name`` that the environment declares as a number, ``[B, T]``; 0 for a turn that
+    has none.
 
     Args:
         rows: ``[B]``.
@@ -58,12 +60,14 @@ class ReturnEstimator(TurnEstimator):
     The KL is scored like the rewards and added; whether scores differ at all is judged without it.
 
     Keyword Args:
-        potential: shape the rewards by this extra, a number that the environment declares and gives with every turn: the
-            potential ``phi(s_k)`` of the state in which turn ``k`` was decided. Each turn is paid ``gamma * phi(s_{k+1}) - phi(s_k)`` more,
-            with 0 after the end, which changes no optimal policy (Ng et al., 1999, "Policy invariance under reward
-            transformations"). Over the rest of an episode these payments add up to ``-phi(s_k)``: in a return the potential is a
-            baseline that depends on the state alone, and the expected gradient stays the same. A turn without the number
-            (NaN) counts as 0. Default: ``None``.
+        potential: shape the rewards by this extra, a number that the environment declares and gives
+            with every turn: the potential ``phi(s_k)`` of the state in which turn ``k`` was
+            decided. Each turn is paid ``gamma * phi(s_{k+1}) - phi(s_k)`` more, with 0 after the
+            end, which changes no optimal policy (Ng et al., 1999, "Policy invariance under reward
+            transformations"). Over the rest of an episode these payments add up to ``-phi(s_k)``:
+            in a return the potential is a baseline that depends on the state alone, and the
+            expected gradient stays the same. A turn without the number (NaN) counts as 0. Default:
+            ``None``.
     """
 
     potential: str | None = None
@@ -74,7 +78,8 @@ class ReturnEstimator(TurnEstimator):
         return True
 
     def score(self, reward: Tensor, mask: Tensor, acted: Tensor) -> Tensor:
-        """The return to compare, of each turn ``[B, T]`` (each token ``[B, L]``) or each episode ``[B]``."""
+        """The return to compare, of each turn ``[B, T]`` (each token ``[B, L]``) or each episode
+        ``[B]``."""
         raise NotImplementedError
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:
@@ -91,31 +96,38 @@ class ReturnEstimator(TurnEstimator):
         return {name: torch.where(acted, x if x.ndim == 2 else x.unsqueeze(1), 0.0) for name, x in written.items()}
 
     def _potential(self, tensordict: TensorDictBase) -> Tensor:
-        """The potential of the state before each turn, ``[B, T]``: what its shaped return lacks; 0 off the mask."""
+        """The potential of the state before each turn, ``[B, T]``: what its shaped return lacks; 0
+        off the mask."""
         potential = numbers_of(tensordict, "potential", cast(str, self.potential))
         return torch.where(self._get(tensordict, "mask"), potential, 0.0)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ReBN(ReturnEstimator):
-    """Return batch normalization: the discounted return of each turn, normalized over all turns of the batch; or of each token.
+    """Return batch normalization: the discounted return of each turn, normalized over all turns of
+    the batch; or of each token.
 
-    There is no critic: the value after a truncated turn is 0. Reads ``("turn", reward / mask / terminated / truncated)``
-    ``[B, T]`` and ``"turn_ids"`` ``[B, L]``; with ``kl_coeff`` also ``"ref_log_prob"`` and ``"old_log_prob"`` (or,
-    without it, ``"sample_log_prob"``) ``[B, L]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and
-    ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return, KL penalty included. At token granularity the
-    reward lies on the turn's last token, and the values of a turn are those of its first one.
+    There is no critic: the value after a truncated turn is 0. Reads
+    ``("turn", reward / mask / terminated / truncated)`` ``[B, T]`` and ``"turn_ids"`` ``[B, L]``;
+    with ``kl_coeff`` also ``"ref_log_prob"`` and ``"old_log_prob"`` (or, without it,
+    ``"sample_log_prob"``) ``[B, L]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and
+    ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return, KL penalty
+    included. At token granularity the reward lies on the turn's last token, and the values of a
+    turn are those of its first one.
 
     Keyword Args:
-        gamma: discount per step, i.e. per turn or per action token. Default: 0.9 per turn, 1.0 per token.
-        granularity: what a step is. ``"auto"`` is ``"token"`` if ``single_turn``, else ``"turn"``. Default: ``"turn"``.
+        gamma: discount per step, i.e. per turn or per action token. Default: 0.9 per turn, 1.0 per
+            token.
+        granularity: what a step is. ``"auto"`` is ``"token"`` if ``single_turn``, else ``"turn"``.
+            Default: ``"turn"``.
         single_turn: whether episodes have one turn only; needed by (and only by) ``"auto"``.
         ddof: the variance divides by ``count - ddof``. Default: 1.
         eps: added to the standard deviation. Default: 1e-8.
-        normalize_over: ``"batch"``: all steps of the batch; ``"none"``: the plain returns (REINFORCE, Williams, 1992), without
-            use of ``ddof`` and ``eps``. Default: ``"batch"``.
+        normalize_over: ``"batch"``: all steps of the batch; ``"none"``: the plain returns
+            (REINFORCE, Williams, 1992), without use of ``ddof`` and ``eps``. Default: ``"batch"``.
         potential: see :class:`~torchrl_llm.objectives.ReturnEstimator`. Default: ``None``.
-        kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`.
+        kl_coeff, discounted_objective, clip_advantage, process_group: see
+            :class:`~torchrl_llm.objectives.TurnEstimator`.
 
     Examples:
         >>> import torch
@@ -170,42 +182,55 @@ class ReBN(ReturnEstimator):
 class GroupRelative(ReturnEstimator):
     """Group-relative returns, of the whole episode, from each turn on, or from each state on.
 
-    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]`` and ``"group_id"``
-    ``[B]``; for states also ``"tokens"`` ``[B, L]`` or ``("turn", "extra", state)`` ``[B, T]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and ``("turn", advantage / value_target)``
-    ``[B, T]``; the target is the return of the reward that was compared. With states also ``("turn", company)`` ``[B, T]``: how many
-    turns of other episodes each was compared with.
+    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]``
+    and ``"group_id"`` ``[B]``; for states also ``"tokens"`` ``[B, L]`` or
+    ``("turn", "extra", state)`` ``[B, T]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]``
+    and ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return of the reward
+    that was compared. With states also ``("turn", company)`` ``[B, T]``: how many turns of other
+    episodes each was compared with.
 
-    Rows of trees (``"tree_id"``, ``"branch_turn"`` ``[B]``, :class:`~torchrl_llm.collectors.Trees`) need ``baseline="leave_one_out"``
-    and ``scale="none"``: a turn is compared with other trees, and from the turn on at which its own branched with the rest of that, too.
+    Rows of trees (``"tree_id"``, ``"branch_turn"`` ``[B]``, :class:`~torchrl_llm.collectors.Trees`)
+    need ``baseline="leave_one_out"`` and ``scale="none"``: a turn is compared with other trees, and
+    from the turn on at which its own branched with the rest of that, too.
 
     Keyword Args:
         gamma: discount per turn. Default: 1.0.
-        credit: ``"episode"`` compares the returns of whole episodes, and every turn of a row gets the same advantage;
-            ``"turn"`` compares, turn by turn, the returns from there on, so that a turn is not credited with what came
-            before it. An episode that has ended by then counts with 0. ``"state"`` compares the returns from a state on
-            with those of other episodes of the group that were in the same state, at whichever turn; it needs
-            ``baseline="leave_one_out", scale="none"``, for with either of the others it is biased. Default: ``"episode"``.
-        state: when turns are in the same state: ``"prefix"``: all tokens before them are equal; ``"observation"``: those
-            since the last action token are; or the name of an extra that the environment declares as text. Default: ``"prefix"``.
-        alone: what a turn is compared with whose state no other episode of the group was in: the others at the same
-            ``"turn"``, or nothing: it keeps its ``"return"``. Default: ``"turn"``.
-        baseline: ``"mean"`` of the group, or ``"leave_one_out"``: the mean of the others. Default: ``"mean"``.
-        scale: divide by the standard deviation of the group (``"std"``), of the batch (``"batch"``), by the group's ``"mean"``
-            (MaxRL, arXiv:2602.02710; for episode returns that are not negative), or not (``"none"``). Default: ``"std"``.
-        components: further rewards, the extras of these names, with their weights: each is compared by itself, with the
-            options here, and added (GDPO, Liu et al., 2026, arXiv:2601.05242, eqs. 4, 5), so that one with a large spread does
-            not drown the others. The reward itself has the weight 1; pay the main one as the reward and declare the others. A KL
-            penalty is compared by itself, too, without scale. ``None``: the reward alone. Default: ``None``.
-        whiten: normalize advantages to mean 0 and variance 1 over what was compared in the batch, episodes or, with ``credit="turn"``,
-            turns: the last step of GDPO, and with ``scale="none"`` REINFORCE++ with its baseline (Hu et al., 2025,
-            arXiv:2501.03262). Default: ``False``.
-        potential: see :class:`~torchrl_llm.objectives.ReturnEstimator`; for ``credit="turn"`` and ``"state"``. Default: ``None``.
+        credit: ``"episode"`` compares the returns of whole episodes, and every turn of a row gets
+            the same advantage; ``"turn"`` compares, turn by turn, the returns from there on, so
+            that a turn is not credited with what came before it. An episode that has ended by then
+            counts with 0. ``"state"`` compares the returns from a state on with those of other
+            episodes of the group that were in the same state, at whichever turn; it needs
+            ``baseline="leave_one_out", scale="none"``, for with either of the others it is biased.
+            Default: ``"episode"``.
+        state: when turns are in the same state: ``"prefix"``: all tokens before them are equal;
+            ``"observation"``: those since the last action token are; or the name of an extra that
+            the environment declares as text. Default: ``"prefix"``.
+        alone: what a turn is compared with whose state no other episode of the group was in: the
+            others at the same ``"turn"``, or nothing: it keeps its ``"return"``. Default:
+            ``"turn"``.
+        baseline: ``"mean"`` of the group, or ``"leave_one_out"``: the mean of the others. Default:
+            ``"mean"``.
+        scale: divide by the standard deviation of the group (``"std"``), of the batch
+            (``"batch"``), by the group's ``"mean"`` (MaxRL, arXiv:2602.02710; for episode returns
+            that are not negative), or not (``"none"``). Default: ``"std"``.
+        components: further rewards, the extras of these names, with their weights: each is compared
+            by itself, with the options here, and added (GDPO, Liu et al., 2026, arXiv:2601.05242,
+            eqs. 4, 5), so that one with a large spread does not drown the others. The reward itself
+            has the weight 1; pay the main one as the reward and declare the others. A KL penalty is
+            compared by itself, too, without scale. ``None``: the reward alone. Default: ``None``.
+        whiten: normalize advantages to mean 0 and variance 1 over what was compared in the batch,
+            episodes or, with ``credit="turn"``, turns: the last step of GDPO, and with
+            ``scale="none"`` REINFORCE++ with its baseline (Hu et al., 2025, arXiv:2501.03262).
+            Default: ``False``.
+        potential: see :class:`~torchrl_llm.objectives.ReturnEstimator`; for ``credit="turn"`` and
+            ``"state"``. Default: ``None``.
         ddof: the variance divides by ``size - ddof``. Default: 1.
         eps: added to the standard deviation. Default: 1e-6.
         group_size: episodes in a group; ``None``: as many as in the largest group of the batch.
         partial: a group of another size is an ``"error"``, or ``"allow"``-ed. Default: ``"error"``.
-        kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`;
-            ``discounted_objective`` is for ``credit="turn"`` and ``"state"``.
+        kl_coeff, discounted_objective, clip_advantage, process_group: see
+            :class:`~torchrl_llm.objectives.TurnEstimator`; ``discounted_objective`` is for
+            ``credit="turn"`` and ``"state"``.
 
     Examples:
         >>> import torch
@@ -282,7 +307,8 @@ class GroupRelative(ReturnEstimator):
         return estimated
 
     def _tree_units(self, tensordict: TensorDictBase) -> Tensor | None:
-        """Which rows of a tree count as one, turn by turn, ``[B, T]``; ``None`` for rows that are of none."""
+        """Which rows of a tree count as one, turn by turn, ``[B, T]``; ``None`` for rows that are
+        of none."""
         tree_id = tensordict.get(self.tensor_keys.tree_id, None)
         if tree_id is None:
             return None
@@ -304,8 +330,8 @@ class GroupRelative(ReturnEstimator):
             return F.episode_return(reward, mask, self.gamma)
         if self.credit == "state":
             return F.turn_returns(reward, mask, self.gamma, acted=acted)
-        # Without acted: where an episode has a turn without a response, the others are compared with its return there,
-        # and not with 0.
+        # Without acted: where an episode has a turn without a response, the others are compared
+        # with its return there, and not with 0.
         return F.turn_returns(reward, mask, self.gamma)
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:
@@ -346,7 +372,8 @@ class GroupRelative(ReturnEstimator):
         return F.standardize(plain, compared, self.ddof, self.eps, self.process_group, penalty=total - plain)
 
     def _component_scores(self, tensordict: TensorDictBase, acted: Tensor) -> list[tuple[float, Tensor]]:
-        """The weight of each of ``components``, and what is compared of it, in the shape of the score."""
+        """The weight of each of ``components``, and what is compared of it, in the shape of the
+        score."""
         mask = self._get(tensordict, "mask")
         rewards = (
             (weight, numbers_of(tensordict, "components", name)) for name, weight in (self.components or {}).items()
@@ -354,7 +381,8 @@ class GroupRelative(ReturnEstimator):
         return [(weight, self.score(reward, mask, acted)) for weight, reward in rewards]
 
     def states(self, tensordict: TensorDictBase) -> Tensor:
-        """The state before each turn, as a number ``[B, T]`` int64 that is equal for turns in the same state.
+        """The state before each turn, as a number ``[B, T]`` int64 that is equal for turns in the
+        same state.
 
         Raises:
             KeyError: the rows have no extra of that name.

@@ -17,26 +17,32 @@ from torchrl_llm.objectives.estimators.returns import ReturnEstimator
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RoleRelative(ReturnEstimator):
-    """Role-conditioned advantages: returns less the mean of the same role's in the other games of the batch.
+    """Role-conditioned advantages: returns less the mean of the same role's in the other games of
+    the batch.
 
-    Where one policy plays all seats of a game, a seat may have an advantage by the rules, such as the first move. A baseline for each
-    game and role takes it out, so that a return is compared with what that role earns (SPIRAL, Liu et al., 2025, arXiv:2506.24119,
-    sec. 3.3). There the baseline is an exponential moving average; here it is the mean over the batch without the episode itself,
-    which keeps no state and biases nothing: the baseline does not depend on the episode that it is for. A role that no other episode
-    of the batch has keeps its return.
+    Where one policy plays all seats of a game, a seat may have an advantage by the rules, such as
+    the first move. A baseline for each game and role takes it out, so that a return is compared
+    with what that role earns (SPIRAL, Liu et al., 2025, arXiv:2506.24119, sec. 3.3). There the
+    baseline is an exponential moving average; here it is the mean over the batch without the
+    episode itself, which keeps no state and biases nothing: the baseline does not depend on the
+    episode that it is for. A role that no other episode of the batch has keeps its return.
 
-    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]``, ``"env_id"`` ``[B]`` if there is
-    one, and the extra ``role`` (``("turn", "extra", role)`` ``[B, T]`` int64, that of a row's first turn), which the seats of a
-    :class:`~torchrl_llm.envs.SelfPlayEnv` have. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and
-    ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return that was compared.
+    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"``
+    ``[B, L]``, ``"env_id"`` ``[B]`` if there is one, and the extra ``role``
+    (``("turn", "extra", role)`` ``[B, T]`` int64, that of a row's first turn), which the seats of a
+    :class:`~torchrl_llm.envs.SelfPlayEnv` have. Writes ``"advantage"``, ``"value_target"``
+    ``[B, L]`` and ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return that
+    was compared.
 
     Keyword Args:
         gamma: discount per turn. Default: 1.0.
-        credit: ``"episode"`` compares the returns of whole episodes, and every turn of a row gets the same advantage; ``"turn"``
-            compares, turn by turn, the returns from there on, where an episode that has ended counts with 0. Default: ``"episode"``.
+        credit: ``"episode"`` compares the returns of whole episodes, and every turn of a row gets
+            the same advantage; ``"turn"`` compares, turn by turn, the returns from there on, where
+            an episode that has ended counts with 0. Default: ``"episode"``.
         role: name of the extra that tells the role. Default: ``"role"``.
-        kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`;
-            ``discounted_objective`` is for ``credit="turn"``.
+        kl_coeff, discounted_objective, clip_advantage, process_group: see
+            :class:`~torchrl_llm.objectives.TurnEstimator`; ``discounted_objective`` is for
+            ``credit="turn"``.
 
     Examples:
         >>> from tensordict import TensorDict

@@ -31,10 +31,12 @@ def choose_kernel(
     enable_gqa: bool = False,
     **_: Any,
 ) -> str | None:
-    """The kernel; ``None`` if those that are enabled (:func:`torch.nn.attention.sdpa_kernel`) cannot compute it.
+    """The kernel; ``None`` if those that are enabled (:func:`torch.nn.attention.sdpa_kernel`)
+    cannot compute it.
 
     The rules are those of PyTorch 2.11 and later on compute capability 9.0 with cuDNN 9.16 to 9.22
-    (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``), for dense tensors: cuDNN is preferred to the others there.
+    (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``), for dense tensors: cuDNN is
+    preferred to the others there.
     """
     tensors = query, key, value
     half = query.dtype in _HALF

@@ -1,4 +1,5 @@
-"""What PyTorch, accelerate and tensordict say and keep of CUDA devices, replaced while some are pretended."""
+"""What PyTorch, accelerate and tensordict say and keep of CUDA devices, replaced while some are
+pretended."""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ def devices(gpu: PretendedGPU) -> Iterator[None]:
 
 @contextmanager
 def files(gpu: PretendedGPU) -> Iterator[None]:
-    """``torch.save`` writes where a tensor is, and ``torch.load`` puts it there, or where ``map_location`` says."""
+    """``torch.save`` writes where a tensor is, and ``torch.load`` puts it there, or where
+    ``map_location`` says."""
     tag, restore = serialization.location_tag, serialization.default_restore_location
 
     def location_tag(storage: torch.UntypedStorage) -> str:
@@ -141,7 +143,8 @@ def files(gpu: PretendedGPU) -> Iterator[None]:
 
 
 def _by_device_and_dtype(lists: list[list[Any]], with_indices: bool = False) -> dict[Any, Any]:
-    """How optimizers and clipping group tensors: by those of the first list; empty lists stay so."""
+    """How optimizers and clipping group tensors: by those of the first list; empty lists stay
+    so."""
     groups: dict[Any, tuple[list[list[Any]], list[int]]] = {}
     for index, first in enumerate(lists[0]):
         members, indices = groups.setdefault((device_of(first), first.dtype), ([[] for _ in lists], []))
@@ -230,7 +233,8 @@ def loading() -> Iterator[None]:
 
 @contextmanager
 def memory_maps() -> Iterator[None]:
-    """tensordict's mapped tensors are a subclass, which PyTorch cannot make of a tensor that a dispatch mode has seen."""
+    """tensordict's mapped tensors are a subclass, which PyTorch cannot make of a tensor that a
+    dispatch mode has seen."""
 
     def without_modes(make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*args: Any, **kwargs: Any) -> Any:

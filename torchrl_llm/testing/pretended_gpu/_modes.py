@@ -1,4 +1,5 @@
-"""The two modes that pretend: :class:`Functions` for what Python calls, :class:`Operations` for what is computed."""
+"""The two modes that pretend: :class:`Functions` for what Python calls, :class:`Operations` for
+what is computed."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ class Functions(TorchFunctionMode):
 
     @contextmanager
     def called_back(self) -> Iterator[None]:
-        """The mode is also on in what backward passes and hooks of saved tensors run, such as checkpointed forwards."""
+        """The mode is also on in what backward passes and hooks of saved tensors run, such as
+        checkpointed forwards."""
         run, push = torch.autograd._engine_run_backward, torch._C._autograd._push_saved_tensors_default_hooks
 
         def run_here(*args: Any, **options: Any) -> Any:
@@ -227,7 +229,8 @@ class Functions(TorchFunctionMode):
         if device.type != "cuda":
             return func(tensor, *args, **kwargs)
         self.gpu.wait("print")
-        with mock.patch.object(torch._C, "_get_default_device", return_value="cuda"):  # the text names other devices
+        # the text names other devices
+        with mock.patch.object(torch._C, "_get_default_device", return_value="cuda"):
             return func(tensor, *args, **kwargs).replace("device='cpu'", f"device='{device}'", 1)
 
     def is_pinned(self, func: Any, tensor: Tensor, *args: Any) -> bool:
@@ -337,7 +340,8 @@ _NO_KERNEL = ("lift_fresh", "detach", "_local_scalar_dense", "item", "alias")
 
 
 class Operations(TorchDispatchMode):
-    """Compares the devices of an operation's tensors, notes where its results are, and counts kernels and waits."""
+    """Compares the devices of an operation's tensors, notes where its results are, and counts
+    kernels and waits."""
 
     def __init__(self, gpu: PretendedGPU) -> None:
         super().__init__()
@@ -391,7 +395,8 @@ class Operations(TorchDispatchMode):
     def check(
         self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor], devices: list[torch.device]
     ) -> None:
-        """Tensors of two devices meet: allowed for copies, ids of the host and scalars of the host."""
+        """Tensors of two devices meet: allowed for copies, ids of the host and scalars of the
+        host."""
         on_gpu = next(device for device in devices if device.type == "cuda")
         if func in _COPIES:
             self.check_copy(args, kwargs)

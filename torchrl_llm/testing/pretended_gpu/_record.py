@@ -16,7 +16,8 @@ from torch import Tensor
 HOST = torch.device("cpu")
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 EITHER = torch.device("meta")
-"""Of what C++ makes in a backward pass: on a GPU it would be on the device of a tensor that is not seen here."""
+"""Of what C++ makes in a backward pass: on a GPU it would be on the device of a tensor that is not
+seen here."""
 
 _HERE = str(Path(__file__).parent)
 _PACKAGE = Path(__file__).parents[2]
@@ -25,7 +26,8 @@ _INSTALLED = (*{_PATHS[name] for name in ("purelib", "platlib", "stdlib")}, str(
 
 
 class DeviceError(RuntimeError):
-    """A GPU would refuse this operation, or silently do something else; the message names file and line."""
+    """A GPU would refuse this operation, or silently do something else; the message names file and
+    line."""
 
 
 class Wait(NamedTuple):
@@ -44,7 +46,8 @@ class AttentionCall(NamedTuple):
     """A call of ``scaled_dot_product_attention``.
 
     Attributes:
-        kernel: what PyTorch would choose on an H100: ``"cudnn"``, ``"flash"``, ``"efficient"`` or ``"math"``.
+        kernel: what PyTorch would choose on an H100: ``"cudnn"``, ``"flash"``, ``"efficient"`` or
+            ``"math"``.
         place: file and line.
         mask: whether there was a mask.
         gradient: whether it will be differentiated.
@@ -68,7 +71,8 @@ class PretendedGPU:
         count: number of devices.
         memory: bytes that each says it has.
         raise_errors: whether errors are raised, too.
-        errors: messages of :class:`DeviceError`, and how often each came; also of those that somebody caught.
+        errors: messages of :class:`DeviceError`, and how often each came; also of those that
+            somebody caught.
         waits: how often the host would have waited, by place and operation.
         attention: calls of attention, by kernel, place and shapes.
         products: matrix products on the device, by the dtype in which they are computed.
@@ -175,23 +179,27 @@ def device_of_memory(storage: torch.UntypedStorage) -> torch.device:
 
 
 def memory_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The memory of a tensor, of a sparse one that of its values; ``None`` for those that functorch wraps or oneDNN packed."""
+    """The memory of a tensor, of a sparse one that of its values; ``None`` for those that functorch
+    wraps or oneDNN packed."""
     try:
         if tensor.layout in _SPARSE:
             tensor = tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
-        return tensor.untyped_storage()  # which the mode does not answer for, as it does for the tensor's device
+        # which the mode does not answer for, as it does for the tensor's device
+        return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """Where a tensor would be: :data:`HOST`, a CUDA device, or :data:`EITHER` for those that have no memory, too."""
+    """Where a tensor would be: :data:`HOST`, a CUDA device, or :data:`EITHER` for those that have
+    no memory, too."""
     storage = memory_of(tensor)
     return EITHER if storage is None or storage.device.type != "cpu" else device_of_memory(storage)
 
 
 def place() -> str:
-    """File and line of the innermost frame that is neither of an installed package but this, nor of this folder."""
+    """File and line of the innermost frame that is neither of an installed package but this, nor of
+    this folder."""
     frame, package = sys._getframe(1), str(_PACKAGE)
     while frame is not None:
         name = frame.f_code.co_filename
