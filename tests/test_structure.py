@@ -113,6 +113,34 @@ def code_lines(text: str) -> set[int]:
     return {line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - prose
 
 
+WIDTH = 100
+"""Columns of prose. Code may be wider, as the formatter has it."""
+
+
+def test_prose_is_wrapped():
+    """Docstrings and comments, but for examples and what a linter reads."""
+    folders = ("torchrl_llm", "tests", "examples", "benchmarks")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    wrong = [f"{path}, line {number}" for path in paths for number in wide_prose(path.read_text())]
+    assert not wrong, "\n".join(wrong)
+
+
+def wide_prose(text: str) -> list[int]:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = {each.start[0] for each in tokens if each.type == tokenize.COMMENT and not FOR_TOOLS.match(each.string)}
+    lines, prose = text.splitlines(), {*comments}
+    for node in filter(is_prose, ast.walk(ast.parse(text))):
+        example = False
+        for number in span(node):
+            line = lines[number - 1].strip()
+            example = bool(line) and (example or line.startswith(">>>"))
+            prose |= set() if example else {number}
+    return sorted(number for number in prose if len(lines[number - 1]) > WIDTH)
+
+
+FOR_TOOLS = re.compile("# (noqa|type|fmt)")
+
+
 def is_prose(node: ast.AST) -> bool:
     """Whether it is a text that stands alone: a docstring, of an attribute too."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
