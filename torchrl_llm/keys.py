@@ -135,8 +135,8 @@ SAMPLED_VALUE = _row(
 TURN_VALUE = _row(("turn", "value"), "turn", _FLOAT, "estimator", "value of each turn's state")
 TURN_ADVANTAGE = _row(("turn", "advantage"), "turn", _FLOAT, "estimator", "advantage of each turn")
 TURN_VALUE_TARGET = _row(("turn", "value_target"), "turn", _FLOAT, "estimator", "target of each turn's value")
-TURN_COMPANY = _row(
-    ("turn", "company"), "turn", _INT, "estimator", "turns of other episodes that each was compared with; optional"
+TURN_NUM_COMPARED = _row(
+    ("turn", "num_compared"), "turn", _INT, "estimator", "turns of other episodes that each was compared with; optional"
 )
 ADVANTAGE = _row("advantage", "token", _FLOAT, "estimator", "broadcast by turn_ids, 0 elsewhere")
 VALUE_TARGET = _row("value_target", "token", _FLOAT, "estimator", "broadcast by turn_ids, 0 elsewhere")

@@ -206,7 +206,7 @@ class TestCredit:
         """Rows are in the state of an observation at several turns: before their tree branches and
         behind."""
         rows = make(batch_size=36).rollout()
-        options = {} if kind is None else {"alone": "return", "state": kind}
+        options = {} if kind is None else {"fallback": "return", "state": kind}
         out = GroupRelative(credit=credit, baseline="leave_one_out", scale="none", **options)(rows.clone())
         reward, mask = rows[keys.TURN_REWARD], rows[keys.TURN_MASK]
         to_go = (reward * mask).flip(1).cumsum(1).flip(1)
@@ -234,7 +234,7 @@ class TestCredit:
             expected = float(to_go[i, k]) - (sum(found) / len(found) if found else 0.0)
             assert float(out[keys.TURN_ADVANTAGE][i, k]) == pytest.approx(expected, abs=1e-5)
             if credit == "state":
-                assert int(out[keys.TURN_COMPANY][i, k]) == len(found)
+                assert int(out[keys.TURN_NUM_COMPARED][i, k]) == len(found)
 
     def test_the_order_of_rows_changes_nothing(self, make):
         estimator = GroupRelative(credit="state", baseline="leave_one_out", scale="none")

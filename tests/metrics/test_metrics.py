@@ -97,18 +97,18 @@ class TestCreditMetrics:
         }
 
     def test_states(self):
-        """Of five turns with a token three are valued; two are alone, and the others have company
-        of 1, 1 and 4."""
+        """Of five turns with a token three are valued; two are alone in their state, and the
+        others were compared with 1, 1 and 4 turns."""
         turn_ids = torch.tensor([[-1, 0, 1, 2], [-1, 0, -1, 1]])
         nan = float("nan")
         turn = {
             "sampled_value": torch.tensor([[0.0, nan, 2.0], [nan, 3.0, 0.0]]),
-            "company": torch.tensor([[1, 0, 4], [1, 0, 7]]),
+            "num_compared": torch.tensor([[1, 0, 4], [1, 0, 7]]),
         }
         rows = {"advantage": turn_ids.float(), "turn_ids": turn_ids, "sample_log_prob": turn_ids.float(), "turn": turn}
         found = credit_metrics(TensorDict(rows, batch_size=[2]))
         assert found["credit/valued"] == pytest.approx(3 / 5)
-        assert (found["credit/alone"], found["credit/company"]) == (pytest.approx(2 / 5), 2.0)
+        assert (found["credit/alone"], found["credit/num_compared"]) == (pytest.approx(2 / 5), 2.0)
 
 
 class TestWilsonInterval:

@@ -16,7 +16,7 @@ class GiGPO(GroupRelative):
     observation.
 
     The turn's own return is in the mean and the standard deviation that it is compared with, and a
-    turn without company gets no advantage. ``scale="none"`` is the published F_norm = 1.
+    turn that is alone in its state gets no advantage. ``scale="none"`` is the published F_norm = 1.
     """
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:

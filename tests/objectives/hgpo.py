@@ -22,8 +22,8 @@ class HGPO(GroupRelative):
 
     The turn's own return is in the mean and the standard deviation (over the number of turns) that
     it is compared with. The advantages of the depths ``k`` are weighted by ``k + 1``; as in the
-    authors' code, those that are 0 are left out of the weights, and a turn without company gets no
-    advantage. ``scale="none"`` leaves out the division.
+    authors' code, those that are 0 are left out of the weights, and a turn that is alone in its
+    state gets no advantage. ``scale="none"`` leaves out the division.
     """
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:

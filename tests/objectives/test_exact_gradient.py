@@ -88,17 +88,17 @@ class TestHolds:
     def test_leave_one_out(self, mdp, size, credit):
         check(mdp.expected_gradient(STUDY.grpo(credit=credit), size, same_task=True), STUDY.truth(mdp))
 
-    @pytest.mark.parametrize("alone", ["turn", "return"])
+    @pytest.mark.parametrize("fallback", ["turn", "return"])
     @pytest.mark.parametrize("state", ["prefix", "observation", "parity"])
     @pytest.mark.parametrize(
         ("mdp", "size"), [(CUT, 2), (WALK, 3), (WALK.uncut, 2)], ids=["cut-2", "walk-3", "longer walk-2"]
     )
-    def test_states_of_other_episodes(self, mdp, size, state, alone):
+    def test_states_of_other_episodes(self, mdp, size, state, fallback):
         """Whatever a state is: the parity of the tokens before a turn throws together what has
         nothing in common."""
         rows = mdp.rows(STUDY.actor)
         rows[keys.turn_extra("parity")] = prefix_parity(rows)
-        policy_loss = STUDY.grpo(credit="state", state=state, alone=alone)
+        policy_loss = STUDY.grpo(credit="state", state=state, fallback=fallback)
         check(mdp.expected_gradient(policy_loss, size, same_task=True, rows=rows), STUDY.truth(mdp))
 
     @pytest.mark.parametrize("credit", ["episode", "turn"])

@@ -109,9 +109,9 @@ def test_the_states_of_a_batch_are_found_once():
     assert found == [1]
 
 
-@pytest.mark.parametrize("alone", ["turn", "return"])
+@pytest.mark.parametrize("fallback", ["turn", "return"])
 @given(st.data())
-def test_a_turn_is_compared_with_the_other_episodes_in_its_state(alone, data):
+def test_a_turn_is_compared_with_the_other_episodes_in_its_state(fallback, data):
     size = data.draw(st.integers(1, 6))
 
     def drawn(numbers: st.SearchStrategy) -> list[list]:
@@ -120,20 +120,20 @@ def test_a_turn_is_compared_with_the_other_episodes_in_its_state(alone, data):
     score = torch.tensor(drawn(st.integers(-4, 4)), dtype=torch.float64)
     state, acted = drawn(st.integers(0, 2)), drawn(st.booleans())
     group = data.draw(st.lists(st.integers(5, 6), min_size=size, max_size=size))
-    expected, company = torch.zeros_like(score), torch.zeros(size, TURNS, dtype=torch.int64)
+    expected, num_compared = torch.zeros_like(score), torch.zeros(size, TURNS, dtype=torch.int64)
     for i in range(size):
         others = [j for j in range(size) if j != i and group[j] == group[i]]
         for k in range(TURNS):
             if acted[i][k]:
                 same = [score[j, t] for j in others for t in range(TURNS) if acted[j][t] and state[j][t] == state[i][k]]
-                at_turn = [score[j, k] if acted[j][k] else 0.0 for j in others] if alone == "turn" else []
-                compared, company[i, k] = same or at_turn, len(same)
+                at_turn = [score[j, k] if acted[j][k] else 0.0 for j in others] if fallback == "turn" else []
+                compared, num_compared[i, k] = same or at_turn, len(same)
                 expected[i, k] = score[i, k] - (sum(compared) / len(compared) if compared else 0.0)
     mask = torch.tensor(acted)
     score[~mask] = torch.nan  # never read
-    result = F.state_relative(score, torch.tensor(state), torch.tensor(group), mask, alone, partial="allow")
+    result = F.state_relative(score, torch.tensor(state), torch.tensor(group), mask, fallback, partial="allow")
     torch.testing.assert_close(result, expected)
-    assert F.state_company(torch.tensor(state), torch.tensor(group), mask).equal(company)
+    assert F.num_compared(torch.tensor(state), torch.tensor(group), mask).equal(num_compared)
 
 
 def rows(**extra: Tensor) -> TensorDict:
@@ -149,18 +149,18 @@ STATES = {"credit": "state", "baseline": "leave_one_out", "scale": "none"}
 
 class TestEstimator:
     def test_an_extra_of_text_is_a_state(self):
-        estimator = GroupRelative(**STATES, state="room", alone="return")
+        estimator = GroupRelative(**STATES, state="room", fallback="return")
         alone = estimator(rows(room=torch.tensor([[1, 2], [3, 4]])))[keys.TURN_ADVANTAGE]
         assert alone.tolist() == [[1.0, 1.0], [3.0, 3.0]]
         crossed = estimator(rows(room=torch.tensor([[1, 2], [2, 4]])))[keys.TURN_ADVANTAGE]
         assert crossed.tolist() == [[1.0, -2.0], [2.0, 3.0]]
 
-    def test_the_company_is_written(self):
+    def test_how_many_were_compared_is_written(self):
         estimator = GroupRelative(**STATES, state="room")
         written = estimator(rows(room=torch.tensor([[1, 2], [2, 4]])))
-        assert keys.TURN_COMPANY in estimator.out_keys
-        assert written[keys.TURN_COMPANY].tolist() == [[0, 1], [1, 0]]
-        assert keys.TURN_COMPANY not in GroupRelative().out_keys
+        assert keys.TURN_NUM_COMPARED in estimator.out_keys
+        assert written[keys.TURN_NUM_COMPARED].tolist() == [[0, 1], [1, 0]]
+        assert keys.TURN_NUM_COMPARED not in GroupRelative().out_keys
 
     def test_what_is_no_state_is_refused(self):
         with pytest.raises(KeyError, match=r"rooom.* is no extra of these rows, which have .*room"):

@@ -243,7 +243,7 @@ def shown(**settings):
 class TestSettings:
     def test_those_without_effect_are_left_out(self):
         settings = shown(algo="GRPO", group_size=4)
-        assert not {"state", "alone", "potential", "tree_depth", "lmbda", "tensor_parallel_size"} & settings.keys()
+        assert not {"state", "fallback", "potential", "tree_depth", "lmbda", "tensor_parallel_size"} & settings.keys()
         state = {"credit": "state", "state": "floor", "baseline": "leave_one_out", "scale": "none"}
         assert shown(algo="GRPO", group_size=4, **state)["state"] == "floor"
         assert "kl_in" not in shown(algo="LLMREINFORCE", kl_coeff=0.0)

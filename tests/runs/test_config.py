@@ -321,6 +321,7 @@ class TestParseRunConfig:
         [
             ("algo: GRPO\nlr_actr: 1e-3\n", "line 2: lr_actr is no setting. Did you mean 'lr_actor'?"),
             ("keep_discount: true\n", "keep_discount is no setting. It is discounted_objective since 0.2.0."),
+            ("alone: turn\n", "alone is no setting. It is fallback since 0.3.0."),
             ("\nepochs: two\n", "line 2: epochs is 'two'; expected an integer, at least 1."),
             ("gamma: 99\n", "line 1: gamma is 99; expected a number, between 0 and 1, or None."),
             ("epochs: 1\nepochs: 2\n", "line 2: epochs is given twice."),

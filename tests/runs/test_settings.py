@@ -288,7 +288,7 @@ LAW: dict[str, list[Case]] = {
     "normalize_over": [works("none"), idle("none", "LLMPPO"), idle("none", "SFT")],
     "credit": [works("turn", "GRPO", env=Guess), works("state", "GRPO", env=Guess, **OTHERS), idle("turn")],
     "state": [works("observation", "GRPO", env=Guess, credit="state", **OTHERS), idle("observation", "GRPO")],
-    "alone": [works("return", "GRPO", env=Guess, credit="state", **OTHERS), idle("return", "GRPO")],
+    "fallback": [works("return", "GRPO", env=Guess, credit="state", **OTHERS), idle("return", "GRPO")],
     "baseline": [works("leave_one_out", "GRPO", scale="none", max_grad_norm=1e3, env=Guess), idle("leave_one_out")],
     "scale": [
         works("batch", "GRPO", batch_size=8, env=Guess),

@@ -132,7 +132,7 @@ def is_learners(episode: Episode, task_sampler: TaskSampler) -> bool:
 class TableExecutor(ThreadExecutor):
     """Runs the episodes of whole games, over groups of slots, in the caller's thread.
 
-    A response is a move at its game's table. The seat that made it is answered when it is its turn
+    A response is a move in its match. The seat that made it is answered when it is its turn
     again, or the game has ended.
 
     Args:
@@ -183,7 +183,7 @@ class TableExecutor(ThreadExecutor):
         episode = self._slots[first]
         assert episode is not None
         try:
-            self.env.deal(first, episode.index)
+            self.env.start_match(first, episode.index)
         except EnvironmentFault as fault:
             self._fail(first, episode, fault)
         else:

@@ -87,7 +87,7 @@ class _Calls:
         return ""
 
 
-class Table:
+class Match:
     """A game that is played, with random generators of its own.
 
     Args:
@@ -140,8 +140,8 @@ class Table:
 
 
 class Seat:
-    """A seat at a table as a text environment. Its steps only read: the moves are made at the
-    :class:`Table`.
+    """A seat in a match as a text environment. Its steps only read: the moves are made at the
+    :class:`Match`.
 
     Extras of each turn: ``role``, "player 0" and so on, and ``outcome``: 1, 0 or -1 at the end of a
     game that was won, drawn or lost, else NaN.
@@ -152,33 +152,33 @@ class Seat:
         options: arguments of ``make``.
 
     Attributes:
-        table, place: where it sits; at first alone at a table of its own.
+        match, place: where it sits; at first alone in a match of its own.
     """
 
     extras: ClassVar[ExtraKinds] = {"role": str, "outcome": float}
     thread_safe = True  # the game has its own generators
 
     def __init__(self, make: Callable[..., Game], name: str, **options: Any) -> None:
-        self.table, self.place = Table(partial(make, **options), name), 0
+        self.match, self.place = Match(partial(make, **options), name), 0
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Read what the player has seen up to its first turn."""
-        return self.table.read(self.place), {}
+        return self.match.read(self.place), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Read what has come of the player's move."""
-        table, over = self.table, self.table.over
-        outcome = table.outcome(self.place)
+        match, over = self.match, self.match.over
+        outcome = match.outcome(self.place)
         info: dict[str, Any] = {"role": f"player {self.place}", "outcome": outcome}
         if over:
             info["success"] = outcome > 0
-        reward = float(table.game.rewards[self.place]) if over else 0.0
-        return table.read(self.place), reward, over, table.stopped and not over, info
+        reward = float(match.game.rewards[self.place]) if over else 0.0
+        return match.read(self.place), reward, over, match.stopped and not over, info
 
     def hidden_state(self) -> tuple[int, int]:
         """The game's seed and the place: what others will do is hidden, so that no two games are
         one task."""
-        return self.table.seed, self.place
+        return self.match.seed, self.place
 
 
 class SelfPlayEnv(GEMEnv):
@@ -231,7 +231,7 @@ class SelfPlayEnv(GEMEnv):
             num_envs=size if num_envs is None else num_envs,
             **options,
         )
-        self._tables: dict[int, Table] = {}
+        self._matches: dict[int, Match] = {}
 
     # ---------------------------------------- games, by the slot of their first seat
 
@@ -240,7 +240,7 @@ class SelfPlayEnv(GEMEnv):
         first = slot - slot % self.group_size
         return range(first, first + self.group_size)
 
-    def deal(self, first: int, index: int) -> None:
+    def start_match(self, first: int, index: int) -> None:
         """Start a game of the group whose first task is ``index``; its seats are opened when they
         have something to do.
 
@@ -251,11 +251,11 @@ class SelfPlayEnv(GEMEnv):
         task_spec = self.task_sampler[index]
         try:
             seats = [self._seat(slot, task_spec) for slot in self.seats(first)]
-            # The first seat's own table; those of the others are never made.
-            table = self._tables[first] = seats[0].table
+            # The first seat's own match; those of the others are never made.
+            match = self._matches[first] = seats[0].match
             for place, seat in enumerate(seats):
-                seat.table, seat.place = table, place
-            table.start(task_spec.seed)
+                seat.match, seat.place = match, place
+            match.start(task_spec.seed)
         except EnvironmentUnavailableError:
             raise
         except (Exception, SystemExit) as error:
@@ -276,25 +276,25 @@ class SelfPlayEnv(GEMEnv):
         """
         state = self._slots[slot]
         try:
-            self._tables[self.seats(slot)[0]].move(self.formatter.decode(response))
+            self._matches[self.seats(slot)[0]].move(self.formatter.decode(response))
         except (Exception, SystemExit) as error:
             raise self.fault(state.task_spec, state.turn, error) from error
 
     def due(self, slot: int) -> list[int]:
         """The slots of a game that go on: that of the player whose turn it is, or all where the
         game has ended."""
-        seats, table = self.seats(slot), self._tables[self.seats(slot)[0]]
-        turn = table.game.seat
-        return [*seats] if turn is None or table.stopped else [seats[turn]]
+        seats, match = self.seats(slot), self._matches[self.seats(slot)[0]]
+        turn = match.game.seat
+        return [*seats] if turn is None or match.stopped else [seats[turn]]
 
     def ended(self, slot: int) -> bool:
         """Whether a game is over, or was stopped."""
-        table = self._tables[self.seats(slot)[0]]
-        return table.over or table.stopped
+        match = self._matches[self.seats(slot)[0]]
+        return match.over or match.stopped
 
     def stop(self, slot: int) -> None:
         """Give a game up, for a seat cannot go on."""
-        self._tables[self.seats(slot)[0]].stopped = True
+        self._matches[self.seats(slot)[0]].stopped = True
 
     def forgo(self, slot: int) -> Reply:
         """The end of an episode whose seat never got to move: a turn without a response, with the

@@ -13,9 +13,9 @@ from torchrl_llm.functional.trees import mean_of_others
 from torchrl_llm.functional.turns import edge_positions, turn_lengths
 from torchrl_llm.utils.options import check_value
 
-__all__ = ["Alone", "observation_states", "prefix_states", "state_company", "state_relative"]
+__all__ = ["Fallback", "num_compared", "observation_states", "prefix_states", "state_relative"]
 
-Alone = Literal["turn", "return"]
+Fallback = Literal["turn", "return"]
 """What a turn is compared with whose state no other episode of its group was in."""
 
 
@@ -124,7 +124,7 @@ def state_relative(
     state: Tensor,
     group_id: Tensor,
     acted: Tensor,
-    alone: Alone = "turn",
+    fallback: Fallback = "turn",
     *,
     unit: Tensor | None = None,
     group_size: int | None = None,
@@ -134,18 +134,18 @@ def state_relative(
 
     The baseline of a turn is a mean over turns of *other* episodes, whichever they are: given the
     state it does not depend on the turn's own action, so that no state, however coarse, biases the
-    gradient. Groups of states that hold the episode itself, that give a turn without company no
-    advantage, or that divide by a standard deviation (GiGPO, Feng et al., 2025, arXiv:2505.10978)
-    do bias it.
+    gradient. Groups of states that hold the episode itself, that give a turn that is alone in its
+    state no advantage, or that divide by a standard deviation (GiGPO, Feng et al., 2025,
+    arXiv:2505.10978) do bias it.
 
     Args:
         score: ``[B, T]``, the return from each turn on.
         state: ``[B, T]`` int64, equal for turns in the same state.
         group_id: ``[B]`` int64.
         acted: ``[B, T]`` bool, the turns that were decided.
-        alone: a turn whose state no other episode of the group was in is compared with the mean of
-            the others at the same ``"turn"`` (0 for an episode that is over by then), or keeps its
-            ``"return"``.
+        fallback: a turn whose state no other episode of the group was in is compared with the mean
+            of the others at the same ``"turn"`` (0 for an episode that is over by then), or keeps
+            its ``"return"``.
         unit: ``[B, T]`` int64, :func:`tree_units` of rows of trees; ``None``: every episode is one.
         group_size, partial: see :func:`group_relative`.
 
@@ -159,7 +159,7 @@ def state_relative(
                 [ 2.0000,  3.0000]])
     """
     check_shapes(score=score, state=state, acted=acted)
-    check_value("alone", alone, Alone)
+    check_value("fallback", fallback, Fallback)
     check_value("partial", partial, Partial)
     if group_id.shape != score.shape[:1]:
         raise ValueError(
@@ -172,13 +172,13 @@ def state_relative(
     if partial == "error":
         check_groups(labels, counts, group_size)
     unit = _episodes(state) if unit is None else unit
-    others, company = _of_others(score, state, group, acted, unit)
-    fallback = mean_of_others(score, group, unit) if alone == "turn" else torch.zeros_like(others)
-    baseline = torch.where(company > 0, others / company.clamp_min(1), fallback)
+    others, compared = _of_others(score, state, group, acted, unit)
+    instead = mean_of_others(score, group, unit) if fallback == "turn" else torch.zeros_like(others)
+    baseline = torch.where(compared > 0, others / compared.clamp_min(1), instead)
     return masked(score - baseline.to(score.dtype), acted)
 
 
-def state_company(state: Tensor, group_id: Tensor, acted: Tensor, unit: Tensor | None = None) -> Tensor:
+def num_compared(state: Tensor, group_id: Tensor, acted: Tensor, unit: Tensor | None = None) -> Tensor:
     """How many turns of the other episodes of its group :func:`state_relative` compares each turn
     with.
 
@@ -193,7 +193,7 @@ def state_company(state: Tensor, group_id: Tensor, acted: Tensor, unit: Tensor |
 
     Examples:
         >>> state = torch.tensor([[7, 8], [7, 7]])
-        >>> state_company(state, torch.tensor([0, 0]), torch.ones(2, 2, dtype=torch.bool))
+        >>> num_compared(state, torch.tensor([0, 0]), torch.ones(2, 2, dtype=torch.bool))
         tensor([[2, 0],
                 [1, 1]])
     """
@@ -212,7 +212,7 @@ def _episodes(state: Tensor) -> Tensor:
 def _of_others(score: Tensor, state: Tensor, group: Tensor, acted: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
     """Sum and number, ``[B, T]``, of the scores of turns in the same state that do not depend on a
     turn's action."""
-    # A turn without a decision is in a state of its own, so that it is no company.
+    # A turn without a decision is in a state of its own, so that no other is compared with it.
     silent = torch.where(acted, -1, torch.arange(state.numel(), device=state.device).view_as(state))
     of_group = joint_labels(torch.where(acted, state, 0), group.view(-1, 1), silent)
 

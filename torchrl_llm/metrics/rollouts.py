@@ -52,7 +52,7 @@ METRICS: dict[str, str] = {
     "credit/top_percent": "share of the sum of |advantage| that is on the hundredth of the action tokens that have most",
     "credit/valued": "share of turns whose state continuations have valued (branches)",
     "credit/alone": 'share of turns whose state no other episode of the group was in (GRPO with credit="state")',
-    "credit/company": 'turns of other episodes that a turn was compared with, mean over those that had any (GRPO with credit="state")',
+    "credit/num_compared": 'turns of other episodes that a turn was compared with, mean over those that had any (GRPO with credit="state")',
     "credit/branched": "share of trees that branched; the episodes of the others had ended before (tree_branches)",
     "critic/explained_variance": "1 - Var[target - value] / Var[target] over turns, before the update",
     "critic/value_return_correlation": "Pearson correlation of value and value target over turns",
@@ -138,7 +138,7 @@ CREDIT_KEYS = (
     keys.TURN_VALUE,
     keys.TURN_VALUE_TARGET,
     keys.SAMPLED_VALUE,
-    keys.TURN_COMPANY,
+    keys.TURN_NUM_COMPARED,
     keys.ROW_WEIGHT,
     keys.TREE_ID,
     keys.BRANCH_TURN,
@@ -351,7 +351,7 @@ def _state_metrics(rows: TensorDictBase, known: set[keys.NestedKey]) -> dict[str
     if keys.TREE_ID in known:
         first = rows[keys.TREE_ID] == rows[keys.EPISODE_ID]
         metrics["credit/branched"] = (rows[keys.BRANCH_TURN][first] >= 0).double().mean().item()
-    for key in (keys.SAMPLED_VALUE, keys.TURN_COMPANY):
+    for key in (keys.SAMPLED_VALUE, keys.TURN_NUM_COMPARED):
         if key not in known:
             continue
         decided = turn_lengths(rows[keys.TURN_IDS], rows[key].shape[1]) > 0
@@ -360,7 +360,7 @@ def _state_metrics(rows: TensorDictBase, known: set[keys.NestedKey]) -> dict[str
             metrics["credit/valued"] = 1.0 - found.isnan().double().mean().item()
         else:
             metrics["credit/alone"] = (found == 0).double().mean().item()
-            metrics["credit/company"] = found[found > 0].mean().item() if found.any() else 0.0
+            metrics["credit/num_compared"] = found[found > 0].mean().item() if found.any() else 0.0
     return metrics
 
 

@@ -30,7 +30,7 @@ class LLMGRPOLoss(TurnPolicyLoss):
         actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
 
     Keyword Args:
-        gamma, credit, state, alone, baseline, scale, components, whiten, potential, group_size,
+        gamma, credit, state, fallback, baseline, scale, components, whiten, potential, group_size,
             partial: see :class:`~torchrl_llm.objectives.GroupRelative`. Defaults: 1.0,
             ``"episode"``, ``"prefix"``, ``"turn"``, ``"mean"``, ``"std"``, ``None``, ``False``,
             ``None``, ``None``, ``"error"``.
@@ -49,7 +49,7 @@ class LLMGRPOLoss(TurnPolicyLoss):
     state: str = "prefix"
     """With credit="state", what turns share: the "prefix", the "observation", or the text of an
     extra, by its name."""
-    alone: F.Alone = "turn"
+    fallback: F.Fallback = "turn"
     """A turn whose state no other episode was in is compared with the others at the same "turn", or
     keeps its "return"."""
     baseline: F.Baseline = "mean"

@@ -63,7 +63,7 @@ PANELS = (
     Panel("Trees that branched", {"credit/branched": "before their end"}, low=0.0, high=1.0),
     Panel("Turns with a valued state", {"credit/valued": "by continuations"}, low=0.0, high=1.0),
     Panel("Turns alone in their state", {"credit/alone": "of the group"}, low=0.0, high=1.0),
-    Panel("Company in a state, turns of others", {"credit/company": "mean, where there are any"}, low=0.0),
+    Panel("Turns of others in the same state", {"credit/num_compared": "mean, where there are any"}, low=0.0),
     Panel("Gradient norm", {"optim/grad_norm_actor": "actor", "optim/grad_norm_critic": "critic"}, low=0.0),
     Panel(
         "Seconds per iteration",

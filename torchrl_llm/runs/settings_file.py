@@ -17,10 +17,12 @@ from torchrl_llm.utils.hints import nearest, system_of
 from torchrl_llm.utils.options import ConfigError, Option, check_value, fits
 
 RENAMED = {
-    "adaptive_tasks": "adaptive_mixture",
-    "keep_discount": "discounted_objective",
+    "adaptive_tasks": ("adaptive_mixture", "0.2.0"),
+    "keep_discount": ("discounted_objective", "0.2.0"),
+    "alone": ("fallback", "0.3.0"),
 }
-"""Settings that have other names since 0.2.0, as far as the nearest name is another."""
+"""Old name of a setting -> its name now, and since which version, where the nearest name is
+another."""
 
 
 class _NoDataError(ScannerError):
@@ -117,8 +119,9 @@ def _hint(key: yaml.Node, node: yaml.Node, root: yaml.MappingNode, known: Mappin
     """What a wrong name was meant to be, and for which other system the file is written, if it is
     for one."""
     name = str(key.value)
-    if (new := RENAMED.get(name)) in known:
-        return f" It is {new} since 0.2.0."
+    new, since = RENAMED.get(name, ("", ""))
+    if new in known:
+        return f" It is {new} since {since}."
     wrong = [str(each.value) for each, _ in root.value if each.value not in known]
     system = system_of(wrong) if 2 * len(wrong) >= len(root.value) else None
     nested = isinstance(node, yaml.MappingNode)

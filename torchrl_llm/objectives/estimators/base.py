@@ -132,7 +132,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         row_weight: NestedKey = keys.ROW_WEIGHT
         sampled_value: NestedKey = keys.SAMPLED_VALUE
         turn_value: NestedKey = keys.TURN_VALUE
-        turn_company: NestedKey = keys.TURN_COMPANY
+        turn_num_compared: NestedKey = keys.TURN_NUM_COMPARED
         turn_advantage: NestedKey = keys.TURN_ADVANTAGE
         turn_value_target: NestedKey = keys.TURN_VALUE_TARGET
         sample_log_prob: NestedKey = keys.SAMPLE_LOG_PROB

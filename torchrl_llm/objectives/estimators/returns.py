@@ -20,7 +20,7 @@ Population = Literal["batch", "none"]
 Credit = Literal["episode", "turn", "state"]
 _STATES = "_states"
 """Where :class:`GroupRelative` keeps the states of the rows that it compares, in a copy of them."""
-STATE_IDLE = Idle(("state", "alone"), {"credit": ("episode", "turn")}, 'set credit to "state"')
+STATE_IDLE = Idle(("state", "fallback"), {"credit": ("episode", "turn")}, 'set credit to "state"')
 """What only counts where states are compared."""
 POTENTIAL_IDLE = Idle(("potential",), {"credit": ("episode",)}, 'set credit to "turn" or "state"')
 """Over a whole episode shaping adds up to the potential of its first state, which a group
@@ -186,8 +186,8 @@ class GroupRelative(ReturnEstimator):
     and ``"group_id"`` ``[B]``; for states also ``"tokens"`` ``[B, L]`` or
     ``("turn", "extra", state)`` ``[B, T]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]``
     and ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return of the reward
-    that was compared. With states also ``("turn", company)`` ``[B, T]``: how many turns of other
-    episodes each was compared with.
+    that was compared. With states also ``("turn", num_compared)`` ``[B, T]``: how many turns of
+    other episodes each was compared with.
 
     Rows of trees (``"tree_id"``, ``"branch_turn"`` ``[B]``, :class:`~torchrl_llm.collectors.Trees`)
     need ``baseline="leave_one_out"`` and ``scale="none"``: a turn is compared with other trees, and
@@ -205,7 +205,7 @@ class GroupRelative(ReturnEstimator):
         state: when turns are in the same state: ``"prefix"``: all tokens before them are equal;
             ``"observation"``: those since the last action token are; or the name of an extra that
             the environment declares as text. Default: ``"prefix"``.
-        alone: what a turn is compared with whose state no other episode of the group was in: the
+        fallback: what a turn is compared with whose state no other episode of the group was in: the
             others at the same ``"turn"``, or nothing: it keeps its ``"return"``. Default:
             ``"turn"``.
         baseline: ``"mean"`` of the group, or ``"leave_one_out"``: the mean of the others. Default:
@@ -249,7 +249,7 @@ class GroupRelative(ReturnEstimator):
 
     credit: Credit = "episode"
     state: str = "prefix"
-    alone: F.Alone = "turn"
+    fallback: F.Fallback = "turn"
     baseline: F.Baseline = "mean"
     scale: F.Scale = "std"
     components: dict[str, float] | None = None
@@ -294,7 +294,7 @@ class GroupRelative(ReturnEstimator):
 
     @property
     def out_keys(self) -> list[NestedKey]:
-        return super().out_keys + ([self.tensor_keys.turn_company] if self.credit == "state" else [])
+        return super().out_keys + ([self.tensor_keys.turn_num_compared] if self.credit == "state" else [])
 
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         if self.credit != "state":
@@ -303,7 +303,7 @@ class GroupRelative(ReturnEstimator):
         # In a shallow copy, so that they are found once: it takes longer than all the rest.
         estimated = super().estimate(tensordict.copy().set(_STATES, states))
         *_, acted = self._turns(tensordict)
-        estimated["turn_company"] = F.state_company(states, self._get(tensordict, "group_id"), acted, units)
+        estimated["turn_num_compared"] = F.num_compared(states, self._get(tensordict, "group_id"), acted, units)
         return estimated
 
     def _tree_units(self, tensordict: TensorDictBase) -> Tensor | None:
@@ -343,7 +343,7 @@ class GroupRelative(ReturnEstimator):
                 tensordict[_STATES],
                 group_id,
                 acted,
-                self.alone,
+                self.fallback,
                 unit=units,
                 group_size=self.group_size,
                 partial=self.partial,
