@@ -104,9 +104,9 @@ FAULTS = {
         "tests/objectives/test_losses.py",
     ),
     "a run trains the stock loss": Fault(
-        "runs/run.py",
-        "loss = (make_loss or build.make_objective)(config, models)",
-        "loss = build.make_objective(config, models)",
+        "runs/assembly.py",
+        "loss = (given.make_loss or build.make_objective)(config, networks.models)",
+        "loss = build.make_objective(config, networks.models)",
         "tests/examples/test_examples.py::TestCustomLoss",
     ),
     "the loss is a mean of its micro-batches": Fault(

@@ -154,7 +154,7 @@ def half(monkeypatch):
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=8.0)
         return accelerator
 
-    monkeypatch.setattr("torchrl_llm.runs.run.make_accelerator", make_accelerator)
+    monkeypatch.setattr("torchrl_llm.runs.assembly.make_accelerator", make_accelerator)
 
 
 @pytest.mark.host  # whose accelerator scales losses on a CPU

@@ -1,0 +1,323 @@
+"""What a run is made of, one function a part; :func:`~torchrl_llm.runs.build_run` calls them in
+this order.
+
+Each part of a part is made in :mod:`torchrl_llm.runs.build`. What is opened is closed by the
+``opened`` of each function, from the last to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+from accelerate import Accelerator
+from torchrl.data import ReplayBuffer
+
+from torchrl_llm.collectors import EpisodeCollector
+from torchrl_llm.envs import GEMEnv, SeenTasks
+from torchrl_llm.modules import ActorCritic, TurnPolicy, VLLMPolicy
+from torchrl_llm.modules.policy import SamplingConfig
+from torchrl_llm.objectives import TurnPolicyLoss
+from torchrl_llm.runs import build, table
+from torchrl_llm.runs.checkpoint import CheckpointStore
+from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.runs.demonstrations import check_demonstrations
+from torchrl_llm.runs.device import make_accelerator, make_numerics
+from torchrl_llm.runs.effective_settings import python_settings
+from torchrl_llm.runs.engines import start_engine
+from torchrl_llm.runs.granularity import with_granularity
+from torchrl_llm.runs.identity import names_of_parts
+from torchrl_llm.runs.memory import with_max_tokens
+from torchrl_llm.runs.opponents import make_opponent
+from torchrl_llm.runs.recorder import RolloutRecorder
+from torchrl_llm.runs.recording import FOLDER
+from torchrl_llm.runs.resume import Opening, Start, accept_changes, find_start
+from torchrl_llm.runs.run_folder import RunFolder
+from torchrl_llm.runs.run_info import run_info
+from torchrl_llm.runs.sources import check_length
+from torchrl_llm.runs.teacher import check_teacher, load_teacher
+from torchrl_llm.runs.template_date import with_template_date
+from torchrl_llm.runs.trackers import MetricsTable
+from torchrl_llm.runs.trained_tasks import tasks_of_weights
+from torchrl_llm.runs.wrong_settings import missing_extras
+from torchrl_llm.trainers.callbacks import Callback, HealthWatch, ProgressBar, RefreshReference
+from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.trainers.numerics import Numerics
+from torchrl_llm.trainers.trainer import LLMTrainer
+from torchrl_llm.utils.optional import running_ray
+from torchrl_llm.utils.options import ConfigError
+from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
+
+MakeLoss = Callable[[RunConfig, ActorCritic], TurnPolicyLoss]
+"""Makes a run's loss: ``make_loss(config, models)``, see :func:`~torchrl_llm.runs.build_run`."""
+
+
+class Given(NamedTuple):
+    """What a run is given in Python beside its settings: the arguments of
+    :func:`~torchrl_llm.runs.build_run`."""
+
+    env: Any
+    make_env: Callable[..., GEMEnv] | None
+    make_loss: MakeLoss | None
+    callbacks: tuple[Callback, ...]
+    components: Mapping[str, Any] | None
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse what leaves another argument or a setting without effect."""
+        build.check_environment(config, self.env, self.make_env)
+        if config.env_weights is not None and self.make_env is not None:
+            raise ConfigError(
+                f"env_weights={config.env_weights} does nothing with build_run(make_env=...), which decides on the environments: "
+                "leave it out, or give make_env the weights."
+            )
+        if config.estimator is not None and self.make_loss is not None:
+            raise ConfigError(
+                f"estimator={config.estimator!r} does nothing with build_run(make_loss=...): leave it out, or call "
+                "make_value_estimator(config.value_estimator()) of the loss there."
+            )
+        check_demonstrations(config)
+        if config.collector == "ray":
+            running_ray()  # before the models are loaded
+
+    def names(self) -> dict[str, str]:
+        """By which a resumed run is told from one that was given something else."""
+        return names_of_parts(env=self.env, make_env=self.make_env, make_loss=self.make_loss)
+
+
+class Place(NamedTuple):
+    """Where a run is: its processes and PyTorch's switches, its folder, and the checkpoint that it
+    continues, if any."""
+
+    accelerator: Accelerator
+    distributed: Distributed
+    numerics: Numerics
+    folder: RunFolder
+    start: Start | None
+
+    @property
+    def saved(self) -> Mapping[str, Any] | None:
+        """The settings of the checkpoint."""
+        return None if self.start is None else self.start.manifest["metadata"]["config"]
+
+
+def find_place(config: RunConfig, given: Given, opened: ExitStack) -> Place:
+    """Processes and folder, checked before anything is loaded; nothing is changed on disk."""
+    accelerator = make_accelerator(config)
+    numerics = make_numerics(config, accelerator.device)
+    distributed = Distributed.of(accelerator)
+    build.check_sharding(config, distributed)
+    folder = RunFolder(config)
+    opened.callback(folder.close)
+    start = distributed.on_main(lambda: find_start(config, folder, given.names()))
+    return Place(accelerator, distributed, numerics, folder, start)
+
+
+def settle(config: RunConfig, place: Place, tokenizer: Any) -> RunConfig:
+    """The settings with numbers and dates in place of ``None``: those of the checkpoint, or the
+    defaults of this run."""
+    check_length(config, config.max_model_len)
+    check_teacher(config, tokenizer)
+    config = build.with_num_envs(config, place.saved, place.distributed)
+    config = with_max_tokens(config, place.saved, place.accelerator.device, place.distributed)
+    return with_template_date(config, place.saved, tokenizer, place.distributed)
+
+
+class Environments(NamedTuple):
+    """The environments of a run.
+
+    Attributes:
+        make: makes one for a task stream, ``make(stream="test")``.
+        make_train: makes one of training, here and on workers.
+        train, evaluation: of this process.
+        config: the settings, with what ``granularity="auto"`` means in ``train``.
+    """
+
+    make: Callable[..., GEMEnv]
+    make_train: Callable[[], GEMEnv]
+    train: GEMEnv
+    evaluation: GEMEnv
+    config: RunConfig
+
+
+def make_environments(config: RunConfig, place: Place, tokenizer: Any, given: Given, opened: ExitStack) -> Environments:
+    """The environments of training and evaluation; each rank has its share of the tasks."""
+    ranks = place.distributed
+    shard = {"worker": ranks.rank, "num_workers": ranks.world_size} if ranks.world_size > 1 else {}
+    source = given.make_env or build.stock_env(config, given.env)
+    make = partial(build.make_environment, config, tokenizer, source, **shard)
+    make_train = partial(make, stream="train", group_size=config.group_size // (1 + config.tree_branches))
+    train = make_train()
+    opened.callback(train.close, raise_if_closed=False)
+    config = with_granularity(config, place.saved, train)
+    evaluation = make(stream="eval")
+    opened.callback(evaluation.close, raise_if_closed=False)
+    chosen = [name for name in ("adaptive_mixture", "env_weights") if getattr(config, name)]
+    if chosen and train.task_sampler.mixture_size < 2:
+        raise ConfigError(
+            f"{' and '.join(chosen)} chooses among environments, and {train.names[0]!r} is the only one: leave it out, or give "
+            "a mixture."
+        )
+    return Environments(make, make_train, train, evaluation, config)
+
+
+class Networks(NamedTuple):
+    """What computes with weights: the trained models, and the engine of this process, if it has
+    one; how both sample."""
+
+    models: ActorCritic
+    engine: VLLMPolicy | None
+    sampling: SamplingConfig
+
+
+def load_networks(
+    config: RunConfig, place: Place, tokenizer: Any, environments: Environments, opened: ExitStack
+) -> Networks:
+    """The engine, and after it the models: vLLM measures on an empty GPU what it needs."""
+    sampling = build.make_sampling(config, environments.train.formatter)
+    engine = start_engine(config, tokenizer, sampling, place.distributed, place.accelerator.device)
+    if engine is not None:
+        opened.callback(engine.close)
+    path = None if place.start is None else place.start.path
+    models = build.load_models(config, tokenizer, sampling, device=place.distributed.load_device, start=path)
+    return Networks(models, engine, sampling)
+
+
+def make_loss_and_reference(
+    config: RunConfig, networks: Networks, environments: Environments, given: Given
+) -> tuple[TurnPolicyLoss, Any]:
+    """The loss, and the model or teacher that its KL is to (``None``: there is none); before
+    workers are started."""
+    loss = (given.make_loss or build.make_objective)(config, networks.models)
+    if not isinstance(loss, TurnPolicyLoss):
+        raise ConfigError(f"make_loss(config, models) returned a {type(loss).__name__}; expected a TurnPolicyLoss.")
+    for problem in missing_extras(loss.value_estimator, environments.train.extras):
+        raise ConfigError(problem)
+    if config.teacher is not None:
+        return loss, load_teacher(config, networks.sampling)
+    return loss, networks.models.reference
+
+
+class Rollouts(NamedTuple):
+    """What makes episodes.
+
+    Attributes:
+        policy: samples in this process.
+        weight_sync: brings the trained weights to its engine, or to workers; ``None`` where they
+            are shared.
+        opponent: whom evaluations of games are played against, if anyone.
+        replay_buffer: takes the rows of a batch.
+        collector: fills it.
+        seen_tasks: the tasks that training has used.
+        evaluator: evaluates during the run, and returns metrics.
+    """
+
+    policy: TurnPolicy
+    weight_sync: EngineWeightSync | RayWeightSync | None
+    opponent: TurnPolicy | None
+    replay_buffer: ReplayBuffer
+    collector: EpisodeCollector
+    seen_tasks: SeenTasks
+    evaluator: Callable[[], dict[str, float]]
+
+
+def make_rollouts(
+    config: RunConfig,
+    place: Place,
+    tokenizer: Any,
+    environments: Environments,
+    networks: Networks,
+    opened: ExitStack,
+) -> Rollouts:
+    """Policy, buffer and collector of training, and the evaluations."""
+    models, engine, sampling = networks.models, networks.engine, networks.sampling
+    policy, weight_sync = build.make_policy(config, tokenizer, sampling, models, engine)
+    opened.callback(policy.close)
+    if weight_sync is not None:
+        opened.callback(weight_sync.close)
+    opponent = None
+    if config.collector == "self_play":
+        opponent = make_opponent(config, environments.train.formatter, sampling, models)
+    buffer = build.make_replay_buffer(config)
+    workers = {}
+    if isinstance(weight_sync, RayWeightSync):
+        workers = build.worker_options(config, environments.make_train, tokenizer, weight_sync)
+    collector = build.make_collector(config, environments.train, policy, buffer, place.distributed, **workers)
+    # Before engine and environments are closed: its threads use them.
+    opened.callback(collector.shutdown)
+    seen = SeenTasks() if config.init_from is None else tasks_of_weights(config.init_from)
+    evaluator = build.make_evaluator(config, policy, environments.evaluation, place.distributed, seen, opponent)
+    return Rollouts(policy, weight_sync, opponent, buffer, collector, seen, evaluator)
+
+
+class Watchers(NamedTuple):
+    """What writes a run down: its checkpoints, and the callbacks, among them the one that opens the
+    folder and the recorder."""
+
+    checkpoints: CheckpointStore
+    opening: Opening
+    recorder: RolloutRecorder | None
+    callbacks: list[Callback]
+
+
+def make_watchers(
+    config: RunConfig, place: Place, tokenizer: Any, networks: Networks, loss: TurnPolicyLoss, given: Given
+) -> Watchers:
+    """Checkpoints and callbacks. Nothing is written before training begins."""
+    checkpoints = CheckpointStore(
+        place.folder.checkpoints.directory,
+        models=networks.models,
+        tokenizer=tokenizer,
+        config=config.as_json(),
+        keep_last=config.keep_checkpoints,
+        on_save=place.folder.settle,
+        python_parts=given.names(),
+        components=given.components,
+    )
+    from_python = python_settings(
+        env=given.env, make_env=given.make_env, make_loss=given.make_loss, callbacks=[*given.callbacks]
+    )
+    path = None if place.start is None else place.start.path
+    opening = Opening(config, place.folder, path, run_info(config, loss, from_python))
+    # First: it locks and prepares the folder before another callback writes there.
+    callbacks: list[Callback] = [opening]
+    if place.distributed.is_main:
+        callbacks += [MetricsTable(config.output_dir / table.FILE), HealthWatch(teacher=config.teacher is not None)]
+    recorder = _make_recorder(config, tokenizer)
+    callbacks += [] if recorder is None else [recorder]
+    if config.refresh_reference:
+        callbacks.append(RefreshReference(networks.models, config.refresh_reference))
+    if config.progress is not False and place.distributed.is_main:
+        callbacks.append(ProgressBar(config.algo, watched_only=config.progress is None))
+    return Watchers(checkpoints, opening, recorder, [*callbacks, *given.callbacks])
+
+
+def _make_recorder(config: RunConfig, tokenizer: Any) -> RolloutRecorder | None:
+    if not config.record_interval:
+        return None
+    return RolloutRecorder(
+        config.output_dir / FOLDER,
+        tokenizer,
+        interval=config.record_interval,
+        tasks=config.record_tasks,
+        max_bytes=int(config.record_megabytes * 10**6),
+        log_episodes=config.log_episodes,
+    )
+
+
+def continue_run(
+    config: RunConfig, place: Place, trainer: LLMTrainer, rollouts: Rollouts, checkpoints: CheckpointStore
+) -> None:
+    """Give the trainer the state of the checkpoint that the run continues, if any, and the policy
+    the weights."""
+    if place.start is not None:
+        checkpoints.resume(trainer, place.start.path, place.start.manifest)
+        accept_changes(config, trainer, place.start.manifest["metadata"]["config"])
+        rollouts.policy.drop_cache()
+        if config.accept_changes:
+            trainer.reconsider()
+    if rollouts.weight_sync is not None:
+        # The engine has the weights of model_path so far. This is no update: the version stays.
+        rollouts.policy.policy_version -= 1
+        rollouts.weight_sync.send()
