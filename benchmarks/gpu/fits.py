@@ -16,7 +16,7 @@ import torch
 from benchmarks.gpu.place import SHAPES
 from torchrl_llm.runs import RunConfig
 from torchrl_llm.runs.engines import engine_share
-from torchrl_llm.runs.memory import OF_UPDATES, choose_max_tokens, empty_model, memory_estimate
+from torchrl_llm.runs.memory import OF_UPDATES, default_max_tokens, empty_model, memory_estimate
 
 CARDS = {"24 GB": 23.5, "80 GB": 79.1, "8 of 80 GB": 79.1}
 """GiB of each card that PyTorch finds: of an RTX 4090 and an H100."""
@@ -65,7 +65,7 @@ CASES = (
     Case("8 of 80 GB", "Qwen2.5-7B", _LESS),
     Case("8 of 80 GB", "Qwen2.5-7B", _FULL | asleep(0.4), shards=8),
     Case("8 of 80 GB", "Qwen2.5-7B", _FULL | {"collector": "ray"}, shards=4),
-    Case("8 of 80 GB", "Qwen2.5-7B", _FULL | {"collector": "ray", "target_kl": None}, shards=4),
+    Case("8 of 80 GB", "Qwen2.5-7B", _FULL | {"collector": "ray", "target_kl": None, "max_tokens": 8_192}, shards=4),
 )
 
 
@@ -92,7 +92,7 @@ def estimate(case: Case) -> Estimate:
     engine = 0.0 if config.collector == "ray" else total * engine_share(config, cuda)
     beside = 0.0 if config.sleep_mode else engine
     there: dict[str, Any] = {"shards": case.shards, "device": cuda}
-    tokens = choose_max_tokens(config, model, int((total - beside) * 2**30), **there)
+    tokens = config.max_tokens or default_max_tokens(config, model, device=cuda)
     parts = memory_estimate(replace(config, max_tokens=tokens), model, **there)
     working = (parts["activations"] + parts["logits"]) / 2**30
     weights = sum(parts.values()) / 2**30 - working

@@ -1,5 +1,5 @@
-"""``max_tokens`` where none is given: from the shapes of the model and the memory of the machine,
-and kept by a resumed run."""
+"""``max_tokens`` where none is given: from the shapes of the model and the kind of device, and kept
+by a resumed run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrl_llm.modules import load_actor_critic, use_adapter
 from torchrl_llm.modules.lm import hidden_states
 from torchrl_llm.runs import ConfigError, RunConfig, build_run, memory
 from torchrl_llm.runs.build import make_lora
-from torchrl_llm.runs.memory import choose_max_tokens, empty_model, memory_estimate, with_max_tokens
+from torchrl_llm.runs.memory import default_max_tokens, empty_model, memory_estimate, what_to_lower, with_max_tokens
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.trainers import TrainerConfig
 from torchrl_llm.trainers.distributed import Distributed
@@ -36,15 +36,14 @@ def smollm2(tmp_path_factory):
     return str(folder)
 
 
-def give_memory(patch, size):
-    """The trainer's device has ``size`` bytes, all free, whichever it is."""
-    patch.setattr(memory, "trainer_memory", lambda *_: (size, size))
-
-
 @pytest.fixture
-def little_memory(monkeypatch):
-    """A device on which the tiny model's run gets a part of the usual number."""
-    give_memory(monkeypatch, 2**27)
+def little_room(monkeypatch):
+    """The tiny model's run gets a part of the usual number."""
+    give_room(monkeypatch, 2**23)
+
+
+def give_room(patch, size):
+    patch.setattr(memory, "_ROOM", {"cpu": size, "cuda": size})
 
 
 @pytest.fixture
@@ -54,28 +53,39 @@ def alone():
 
 class TestChoice:
     @pytest.mark.parametrize(
-        ("gib", "expected"), [(1, 1_024), (4, 1_024), (8, 2_048), (16, 4_096), (24, 8_192), (64, 16_384), (999, 16_384)]
+        ("settings", "device", "expected"),
+        [
+            ({}, "cpu", 2_048),
+            ({}, "cuda", 4_096),
+            ({"dtype": "bfloat16"}, "cuda", 8_192),
+            ({"gradient_checkpointing": True}, "cpu", 16_384),
+            ({"max_model_len": 300}, "cpu", 2_048),
+            ({"max_model_len": 3_000}, "cpu", 3_000),  # a row is not cut
+            ({"max_model_len": 20_000}, "cpu", 16_384),
+        ],
     )
-    def test_of_smollm2(self, smollm2, gib, expected):
-        config = RunConfig(model_path=smollm2)
-        assert choose_max_tokens(config, empty_model(config), gib * GIB) == expected
+    def test_of_smollm2(self, smollm2, settings, device, expected):
+        config = RunConfig(model_path=smollm2, **settings)
+        assert default_max_tokens(config, empty_model(config), device=torch.device(device)) == expected
 
-    def test_leaves_as_much_as_it_takes(self, smollm2):
-        config = RunConfig(model_path=smollm2, lora_r=0, kl_coeff=0.0, algo="LLMREINFORCE")
-        model, there = empty_model(config), 16 * GIB
-        tokens = choose_max_tokens(config, model, there)
-        for factor, fits in ((1, True), (2, False)):
-            parts = memory_estimate(replace(config, max_tokens=factor * tokens), model)
-            assert (sum(parts.values()) + parts["activations"] + parts["logits"] <= there) is fits
+    def test_is_the_same_on_every_machine(self, smollm2, alone, monkeypatch):
+        """It was not until 0.2.1."""
+        for size in (4 * GIB, 999 * GIB):
+            monkeypatch.setattr(memory, "trainer_memory", lambda *_, size=size: (size, size))
+            assert with_max_tokens(RunConfig(model_path=smollm2), None, CPU, alone).max_tokens == 2_048
 
-    @pytest.mark.parametrize(("longest", "expected"), [(300, 512), (1_500, 1_500), (16_384, 16_384), (20_000, 16_384)])
-    def test_a_row_is_not_cut(self, smollm2, longest, expected):
-        config = RunConfig(model_path=smollm2, max_model_len=longest)
-        assert choose_max_tokens(config, empty_model(config), 3 * GIB) == expected
+    @pytest.mark.parametrize(("settings", "least"), [({}, 1_024), ({"gradient_checkpointing": True}, 2_048)])
+    def test_the_number_to_give_is_the_largest_that_fits(self, smollm2, settings, least):
+        config = RunConfig(model_path=smollm2, max_tokens=16_384, **settings)
+        model = empty_model(config)
 
-    def test_recomputed_activations_leave_room(self, smollm2):
-        config = RunConfig(model_path=smollm2, gradient_checkpointing=True)
-        assert choose_max_tokens(config, empty_model(config), 8 * GIB) == 16_384
+        def size(tokens):
+            return sum(memory_estimate(replace(config, max_tokens=tokens), model).values())
+
+        assert what_to_lower(config, model, size(16_384)) is None
+        assert what_to_lower(config, model, size(16_384) - 1) == "give max_tokens=8192"
+        assert what_to_lower(config, model, size(least)) == f"give max_tokens={least}"
+        assert what_to_lower(config, model, size(1_024) - 1).startswith("lower max_model_len or num_envs")
 
     def test_chunks_of_logits_follow_from_the_kind_of_device_or_the_setting(self, smollm2):
         def logits(device, **settings):
@@ -97,7 +107,7 @@ class TestRun:
         assert run.config.max_tokens == run.trainer.config.micro_batch_tokens == 16_384
         run.close()
 
-    @pytest.mark.usefixtures("little_memory")
+    @pytest.mark.usefixtures("little_room")
     def test_the_number_is_in_its_settings(self, tmp_path):
         run = build_run(small_config(tmp_path, max_iterations=1, num_envs=2, batch_size=2))
         chosen = run.config.max_tokens
@@ -106,13 +116,13 @@ class TestRun:
         run.close()
         assert RunConfig.from_yaml(tmp_path / "run" / "config.yaml").max_tokens == chosen
 
-    @pytest.mark.usefixtures("little_memory")
+    @pytest.mark.usefixtures("little_room")
     def test_a_given_number_counts(self, tmp_path):
         run = build_run(small_config(tmp_path, max_tokens=9_999))
         assert run.trainer.config.micro_batch_tokens == 9_999
         run.close()
 
-    def test_a_resumed_run_keeps_its_number_on_a_larger_machine(self, tmp_path):
+    def test_a_resumed_run_keeps_its_number_where_the_default_is_another(self, tmp_path):
         def trained(folder, **changes):
             run = build_run(config(tmp_path / folder, **changes))
             run.trainer.train()
@@ -122,7 +132,7 @@ class TestRun:
         # Below it differs how many rows are computed together, and so the rounding.
         config = partial(small_config, lora_r=4, max_iterations=2, num_envs=2, batch_size=16, save_checkpoints=True)
         with pytest.MonkeyPatch.context() as patch:
-            give_memory(patch, 2**23)
+            give_room(patch, 0)
             whole = trained("whole")
             stopped = trained("stopped", max_iterations=1)
         assert whole.config.max_tokens == stopped.config.max_tokens == 256
@@ -145,30 +155,23 @@ class TestRun:
 
 
 class Pair(Distributed):
-    """Two processes, of which the other one says ``other`` of itself."""
+    """Two processes, the other one on the host ``other``."""
 
     def __init__(self, other):
         super().__init__(Accelerator(cpu=True))
-        self.other = iter(other)
+        self.other = other
 
     def all_gather(self, values):
-        return [*values, next(self.other)]
+        return [*values, self.other]
 
 
 class TestProcesses:
-    def chosen(self, path, other):
-        return with_max_tokens(RunConfig(model_path=path), None, CPU, Pair(other)).max_tokens
-
     @pytest.mark.host  # whose memory it is
-    def test_share_a_hosts_memory(self, smollm2, monkeypatch):
-        monkeypatch.setattr(memory, "host_memory", lambda: 16 * GIB)
-        assert self.chosen(smollm2, [memory.platform.node(), 16_384]) == 2_048
-        assert self.chosen(smollm2, ["elsewhere", 16_384]) == 4_096
-
-    @pytest.mark.host  # whose memory it is
-    def test_take_the_number_of_the_one_with_least(self, smollm2, monkeypatch):
-        monkeypatch.setattr(memory, "host_memory", lambda: 64 * GIB)
-        assert self.chosen(smollm2, ["elsewhere", 1_024]) == 1_024
+    def test_share_what_is_free_on_a_host(self, smollm2, monkeypatch, caplog):
+        monkeypatch.setattr(memory, "free_memory", lambda: 8 * GIB)
+        for host, warns in (("elsewhere", False), (memory.platform.node(), True)):
+            with_max_tokens(RunConfig(model_path=smollm2), None, CPU, Pair(host))
+            assert ("and 4.0 GiB are free" in caplog.text) is warns
 
     def test_sharded_weights(self, smollm2):
         config = RunConfig(model_path=smollm2, lora_r=0, kl_coeff=0.0, algo="LLMREINFORCE")
@@ -182,12 +185,16 @@ class TestProcesses:
 @pytest.mark.host  # whose memory they are about
 class TestWarnings:
     def test_of_less_that_is_free(self, smollm2, alone, monkeypatch, caplog):
-        monkeypatch.setattr(memory, "host_memory", lambda: 16 * GIB)
-        for free, warns in ((8 * GIB, False), (4 * GIB, True)):
+        for free, said in (
+            (8 * GIB, None),
+            (4 * GIB, "4.0 GiB are free: give max_tokens=1024"),
+            (GIB, "1.0 GiB are free: lower max_model_len"),
+        ):
+            caplog.clear()
             monkeypatch.setattr(memory, "free_memory", lambda free=free: free)
-            assert with_max_tokens(RunConfig(model_path=smollm2), None, CPU, alone).max_tokens == 4_096
-            assert ("may take 6.6 GiB of memory (max_tokens=4096" in caplog.text) is warns
-        assert "4.0 GiB are free: lower max_model_len" in caplog.text
+            assert with_max_tokens(RunConfig(model_path=smollm2), None, CPU, alone).max_tokens == 2_048
+            assert ("may take 4.1 GiB of memory (max_tokens=2048" in caplog.text) is (said is not None)
+            assert (said or "") in caplog.text
 
     def test_of_a_family_whose_sizes_are_not_known(self, tmp_path, alone, caplog):
         MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path)

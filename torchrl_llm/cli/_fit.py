@@ -23,12 +23,13 @@ from torchrl_llm.runs.demonstrations import check_demonstrations, check_player, 
 from torchrl_llm.runs.device import make_accelerator, make_numerics
 from torchrl_llm.runs.memory import (
     OF_UPDATES,
-    choose_max_tokens,
+    default_max_tokens,
     empty_model,
     engine_memory,
     engine_weights,
     memory_estimate,
     trainer_memory,
+    what_to_lower,
 )
 from torchrl_llm.runs.sources import check_length, load_tokenizer
 from torchrl_llm.runs.teacher import check_teacher
@@ -196,19 +197,20 @@ def _room(config: RunConfig, length: int) -> str:
 def _memory(config: RunConfig, model: Any, device: torch.device | None) -> Iterator[Finding]:
     device = device or torch.device("cpu")
     _, there = trainer_memory(config, device)
-    sized, finding = _tried("memory", lambda: _sized(config, model, there, device), lambda _: "")
-    if sized is None:
+    tokens, finding = _tried("memory", lambda: _tokens(config, model, device), lambda _: "")
+    if tokens is None:
         yield finding
         return
-    tokens, parts = sized
-    source = "chosen for this memory" if config.max_tokens is None else "as given"
+    source = "the default for this model" if config.max_tokens is None else "as given"
     yield Finding("max_tokens", "ok", f"{tokens:,} of a forward and backward pass, {source}")
+    config = replace(config, max_tokens=tokens)
+    parts, advice = memory_estimate(config, model, device=device), what_to_lower(config, model, there, device=device)
     for name, size in parts.items():
         yield Finding(f"memory: {name}", "ok", _size(size))
     total = sum(parts.values())
     said = f"about {_size(total)} of {_size(there)} (an estimate, at most; docs/memory.md says what lowers it)"
-    # a bound from above may be reached by no run
-    yield Finding("memory", "note" if total > there else "ok", said)
+    # A bound from above may be reached by no run.
+    yield Finding("memory", "ok", said) if advice is None else Finding("memory", "note", f"{said}: {advice}")
     if (share := engine_memory(config, device)) > 0:
         kept = sum(size for name, size in parts.items() if name not in OF_UPDATES)
         yield from _beside(config, share, engine_weights(config, model), kept, device)
@@ -231,9 +233,10 @@ def _beside(config: RunConfig, share: int, weights: int, kept: int, device: torc
     yield Finding("weight sync", "note" if over else "ok", awake + (": lower gpu_memory_utilization" if over else ""))
 
 
-def _sized(config: RunConfig, model: Any, memory: int, device: torch.device) -> tuple[int, dict[str, int]]:
-    tokens = config.max_tokens or choose_max_tokens(config, model, memory, device=device)
-    return tokens, memory_estimate(replace(config, max_tokens=tokens), model, device=device)
+def _tokens(config: RunConfig, model: Any, device: torch.device) -> int:
+    """What a run would take; whether its memory can be estimated shows on the way."""
+    memory_estimate(config, model, device=device)
+    return config.max_tokens or default_max_tokens(config, model, device=device)
 
 
 def _size(size: float) -> str:

@@ -23,8 +23,7 @@ from torchrl_llm.utils.fingerprint import fingerprint
 from torchrl_llm.utils.options import ConfigError, Idle, options_of
 
 _NO_EFFECT = (*HOW_TO_RUN, "max_tokens")
-"""Settings that change no number of a run. ``max_tokens`` bounds memory, and where it is not given
-the machine decides on it."""
+"""Settings that change no number of a run, but for rounding: ``max_tokens`` bounds memory."""
 
 _PARTS = ("actor", "critic", "joint", "single_turn", "partial", "value_network", "value_chunk_size", "process_group")
 """Parameters of losses and estimators that are no options, or change no number."""

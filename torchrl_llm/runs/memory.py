@@ -1,5 +1,5 @@
 """What a run takes in memory, estimated from its settings and the shapes of its model
-(:func:`memory_estimate`), and the ``max_tokens`` that follow from it where none are given
+(:func:`memory_estimate`), and the ``max_tokens`` of a run that gives none
 (:func:`with_max_tokens`).
 """
 
@@ -60,8 +60,6 @@ probabilities and gradient in float32 (measured for a head in float32 and in bfl
 _HALF = 2
 """Bytes of a number in half precision."""
 
-_CPU = torch.device("cpu")
-
 # Numbers that the backward of a layer keeps for each token, in multiples of the hidden size and of
 # the width of the MLP: inputs, queries, keys, values and outputs; the two projections, their
 # activation and its product. For the models of docs/memory.md this is within a tenth of what was
@@ -74,11 +72,10 @@ _HIDDEN, _WIDTH = 8, 4
 # layer kept 82,048 bytes a token; this makes 82,688 of it.
 _CAST_HIDDEN, _CAST_WIDTH = 6, 1
 
-# Weights and caches are known well, the peak of an update is not: by default glibc kept 0.6 to 2.1
-# GiB more than was in use (docs/memory.md). The other half is for that, for PyTorch itself, and on
-# a host for the system and other programs.
-_SHARE = 0.5
-"""What activations and logits may take of the memory that the other parts leave."""
+_ROOM = {"cpu": 4 * 2**30, "cuda": 8 * 2**30}
+"""Bytes that the activations of a micro-batch may take where ``max_tokens`` is not given, by the
+kind of device. More tokens are hardly faster: those of a large model are work enough for a device,
+and of a small model many fit."""
 
 
 def empty_model(config: RunConfig) -> Any:
@@ -117,50 +114,80 @@ def memory_estimate(config: RunConfig, model: Any, *, shards: int = 1, device: t
     return {**kept, **_activations(config, model, tokens, device)}
 
 
-def choose_max_tokens(
-    config: RunConfig, model: Any, memory: int, *, shards: int = 1, device: torch.device = _CPU
-) -> int:
-    """The ``max_tokens`` of a run that gives none, for the memory that there is.
+def default_max_tokens(config: RunConfig, model: Any, *, device: torch.device = _CPU) -> int:
+    """The ``max_tokens`` of a run that gives none: of the shapes of its model, its settings and the
+    kind of device.
+
+    It does not depend on the memory of the machine, so that a run is the same on each.
 
     Args:
         config: the settings.
         model: :func:`empty_model`.
-        memory: bytes that one process may take, in total and not what is free at the moment: two
-            runs of the same command on the same machine take the same number, and so end in the
-            same bytes.
-        shards, device: see :func:`memory_estimate`.
+        device: see :func:`memory_estimate`.
 
     Returns:
-        The largest power of two up to 16,384 whose activations and logits are estimated to take at
-        most half of what the other parts leave; at least ``config.max_model_len`` (but no more than
-        16,384), because a row is not cut.
+        The largest power of two up to 16,384 whose activations are estimated to take at most 4 GiB
+        on a CPU, 8 GiB on a GPU; at least ``config.max_model_len`` (but no more than 16,384),
+        because a row is not cut.
 
     Raises:
         ConfigError: as :func:`memory_estimate`.
 
     Examples:
         >>> config = RunConfig(model_path="tiny", lora_r=0)
-        >>> model = empty_model(config)
-        >>> [choose_max_tokens(config, model, memory) for memory in (2**24, 2**28, 2**34)]
-        [1024, 4096, 16384]
+        >>> default_max_tokens(config, empty_model(config))
+        16384
     """
-    room = _SHARE * (memory - sum(_kept(config, model, shards, device).values()))
+    room = _ROOM.get(device.type, _ROOM["cpu"])
     least, tokens = min(config.max_model_len, MOST_TOKENS), MOST_TOKENS
-    while tokens > least and sum(_activations(config, model, tokens, device).values()) > room:
+    while tokens > least and _activations(config, model, tokens, device)["activations"] > room:
         tokens //= 2
     return max(tokens, least)
+
+
+def what_to_lower(
+    config: RunConfig, model: Any, memory: int, *, shards: int = 1, device: torch.device = _CPU
+) -> str | None:
+    """What to change in settings that are estimated to take more than ``memory`` bytes; ``None``:
+    they do not.
+
+    Args:
+        config: the settings, with a number of ``max_tokens``.
+        model, shards, device: see :func:`memory_estimate`.
+
+    Raises:
+        ConfigError: as :func:`memory_estimate`.
+
+    Examples:
+        >>> config = RunConfig(model_path="tiny", lora_r=0, max_tokens=16_384, max_model_len=256)
+        >>> model = empty_model(config)
+        >>> [what_to_lower(config, model, memory) for memory in (2**34, 2**28)]
+        [None, 'give max_tokens=8192']
+        >>> what_to_lower(config, model, 2**20)
+        'lower max_model_len or num_envs, or set gradient_checkpointing or lora_r'
+    """
+    tokens = config.micro_batch_tokens
+
+    def fits(tokens: int) -> bool:
+        parts = memory_estimate(replace(config, max_tokens=tokens), model, shards=shards, device=device)
+        return sum(parts.values()) <= memory
+
+    if fits(tokens):
+        return None
+    lower = [2**power for power in range(tokens.bit_length() - 1, -1, -1) if config.max_model_len <= 2**power < tokens]
+    best = next(filter(fits, lower), None)
+    others = "lower max_model_len or num_envs, or set gradient_checkpointing or lora_r"
+    return others if best is None else f"give max_tokens={best}"
 
 
 def with_max_tokens(
     config: RunConfig, saved: Mapping[str, Any] | None, device: torch.device, distributed: Distributed
 ) -> RunConfig:
-    """The settings with a number of ``max_tokens``, the same on all ranks.
+    """The settings with a number of ``max_tokens``.
 
-    A given number counts. Else a resumed run takes the number that it was saved with, on a machine
-    of other memory too, unless ``accept_changes`` names it. Else it is chosen
-    (:func:`choose_max_tokens`) for the rank with least memory: of a GPU all but the share of an
-    engine in this process, of a host an equal part for each process on it. If the run may still
-    need more than is free, a warning says so.
+    A given number counts. Else a resumed run takes the number that it was saved with, unless
+    ``accept_changes`` names it. Else it is :func:`default_max_tokens`. If the run may need more
+    than is free, a warning says so, and what to lower.
 
     Args:
         config: the settings.
@@ -171,26 +198,27 @@ def with_max_tokens(
     if config.max_tokens is not None:
         return config
     here = distributed.all_gather([platform.node()]).count(platform.node())
-    free, total = trainer_memory(config, device, here)
-    shards = distributed.world_size if distributed.sharded else 1
+    free, _ = trainer_memory(config, device, here)
     known = None if saved is None or "max_tokens" in config.accept_changes else saved.get("max_tokens")
-    needed = 0
+    shards = distributed.world_size if distributed.sharded else 1
     try:
         model = empty_model(config)
-        there: dict[str, Any] = {"shards": shards, "device": device}
-        tokens = known or choose_max_tokens(config, model, total, **there)
-        needed = sum(memory_estimate(replace(config, max_tokens=tokens), model, **there).values())
+        config = replace(config, max_tokens=known or default_max_tokens(config, model, device=device))
+        advice = what_to_lower(config, model, free, shards=shards, device=device)
+        needed = sum(memory_estimate(config, model, shards=shards, device=device).values())
     # A family whose shapes are not known may be trained all the same; what is wrong otherwise is
     # said where it is loaded.
     except (*FAILURES, OSError, ImportError) as error:
-        tokens = known or MOST_TOKENS
-        logger.warning("max_tokens is %d, for the memory of the run cannot be estimated: %s", tokens, error)
-    config = replace(config, max_tokens=min(distributed.all_gather([tokens])))
-    if needed > free:
+        config = replace(config, max_tokens=known or MOST_TOKENS)
         logger.warning(
-            "the run may take %.1f GiB of memory (max_tokens=%d, max_model_len=%d), and %.1f GiB are free: lower max_model_len "
-            "or num_envs, set gradient_checkpointing or lora_r, or give a lower max_tokens (torchrl-llm doctor shows the parts)",
-            needed / 2**30, config.max_tokens, config.max_model_len, free / 2**30,
+            "max_tokens is %d, for the memory of the run cannot be estimated: %s", config.micro_batch_tokens, error
+        )
+        return config
+    if advice is not None:
+        logger.warning(
+            "the run may take %.1f GiB of memory (max_tokens=%d, max_model_len=%d), and %.1f GiB are free: %s (torchrl-llm doctor "
+            "shows the parts)",
+            needed / 2**30, config.max_tokens, config.max_model_len, free / 2**30, advice,
         )  # fmt: skip
     return config
 

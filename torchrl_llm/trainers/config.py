@@ -43,9 +43,10 @@ class TrainerConfig(Checked):
     max_tokens: Count | None = None
     """Tokens (padding included) of one forward and backward pass. It bounds memory and never
     changes the gradient. Rows are not cut: those that share may have an eighth more than the
-    longest. None takes what the machine's memory has room for, by an estimate: a power of two up to
-    16384, and at least max_model_len. A resumed run keeps its number. (LLMTrainer, made without
-    build_run, takes 16384.)"""
+    longest. None takes a number for the shapes of the model and the kind of device, whatever the
+    memory of the machine: the power of two up to 16384 whose activations take about 4 GiB on a CPU,
+    8 GiB on a GPU, and at least max_model_len. A resumed run keeps its number. (LLMTrainer, made
+    without build_run, takes 16384.)"""
     old_log_probs: OldLogProbs = "auto"
     """The denominator of ratios: the "sampler"'s log-probs, or those that the "scorer" gives the
     tokens before the update (one more forward pass); "auto" takes the sampler's where they are the
