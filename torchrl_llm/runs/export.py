@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from huggingface_hub import ModelCardData
 from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from torchrl_llm.modules import weights
@@ -112,12 +113,15 @@ def model_card(saved: SavedModel, name: str, *, format: Format) -> str:
         format: how it is exported.
     """
     settings, base = saved.settings, _base_model(saved)
-    head: dict[str, Any] = {"library_name": "peft" if format == "adapter" else "transformers"}
-    head |= {"pipeline_tag": "text-generation", "tags": ["reinforcement-learning", "torchrl-llm"]}
-    if base is not None and base.count("/") == 1 and not Path(base).exists():  # the id of a hub
-        head["base_model"] = base
+    of_hub = base is not None and base.count("/") == 1 and not Path(base).exists()  # the id of one
+    head = ModelCardData(
+        library_name="peft" if format == "adapter" else "transformers",
+        pipeline_tag="text-generation",
+        tags=["reinforcement-learning", "torchrl-llm"],
+        base_model=base if of_hub else None,
+    )
     heading = name if re.fullmatch(r"[\w .-]+", name) else code(name)
-    parts = [f"---\n{as_yaml(head)}---\n\n# {heading}", _summary(saved, base)]
+    parts = [f"---\n{head}\n---\n\n# {heading}", _summary(saved, base)]
     results = [*_results(saved)]
     if results:
         table = "| evaluation | win rate | 95 % interval | trained on |\n|---|---|---|---|\n" + "\n".join(results)
