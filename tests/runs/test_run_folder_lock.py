@@ -190,7 +190,7 @@ class TestTwoProcesses:
 
     def test_a_short_look_of_another_process_is_waited_for(self, tmp_path, monkeypatch):
         # the other process may get no core for long
-        monkeypatch.setattr(folder_lock, "_ATTEMPTS", 10_000)
+        monkeypatch.setattr(folder_lock, "_WAIT", 1_000.0)
         settings = config(tmp_path / "run")
         RunFolder(settings).open(None, 0, no_loggers)
         code = f"import fcntl, time; fcntl.flock(f := open({str(tmp_path / 'run' / LOCK)!r}), fcntl.LOCK_EX)\n"

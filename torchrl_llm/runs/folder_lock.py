@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import socket
-import time
-import weakref
 from pathlib import Path
 
-from torchrl_llm.utils.options import ConfigError
+from filelock import FileLock, Timeout
 
-try:
-    import fcntl
-except ImportError:  # no POSIX system
-    fcntl = None  # type: ignore[assignment]
+from torchrl_llm.utils.options import ConfigError
 
 LOCK = "torchrl_llm.lock"
 """The file that the process of a run has locked. It stays when the run ends: the lock counts, not
 the file."""
 
-_ATTEMPTS, _PAUSE = 5, 0.1
-"""How often a lock is tried, and the seconds between: a process that only checks a folder holds its
-lock for a moment."""
+_WAIT = 0.4
+"""Seconds that a lock is waited for: a process that only checks a folder holds its lock for a
+moment."""
 
 
 class FolderLock:
     """The lock of a folder among processes. The system releases it when the process ends, however
     it ends.
+
+    A forked process does not have it, and does not keep it: an engine may outlive a parent that has
+    crashed.
 
     Args:
         folder: gets the file :data:`LOCK`, if it has none.
@@ -40,65 +37,40 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / LOCK
-        if fcntl is None:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         try:
-            self.descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            # Not by filelock alone, whose errors do not tell this from a file system without locks.
+            os.close(os.open(self.file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666))
         except OSError as error:
             raise ConfigError(
                 f"{self.file} cannot be opened ({error.strerror}), so that it is not known whether another run uses {folder}: "
                 "remove it if none does, or choose another output_dir."
             ) from error
+        # For all threads: the one that ends a run may be another. A file instead of a lock would
+        # outlive a killed process.
+        self._lock = FileLock(self.file, timeout=_WAIT, thread_local=False, fallback_to_soft=False)
         try:
-            self._acquire(folder)
-        except BaseException:
-            os.close(self.descriptor)
-            raise
-        self._finalizer = weakref.finalize(self, _unlock, self.descriptor)
-
-    def _acquire(self, folder: Path) -> None:
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                time.sleep(_PAUSE)
-            try:
-                fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except (BlockingIOError, PermissionError):  # the second by SMB
-                continue
-        raise ConfigError(
-            f"{folder} is in use by another run ({self._holder()}): wait until it ends, end it, or choose another output_dir."
-        )
+            self._lock.acquire()
+        except Timeout as error:
+            raise ConfigError(
+                f"{folder} is in use by another run ({self._holder()}): wait until it ends, end it, or choose another output_dir."
+            ) from error
+        self._locked = self.file.stat()
 
     def sign(self) -> None:
         """Write this process's id into the file, for the error message of others."""
-        os.ftruncate(self.descriptor, 0)
-        os.pwrite(self.descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        self.file.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
 
     def _holder(self) -> str:
         try:
-            holder = json.loads(os.pread(self.descriptor, 4096, 0))
+            holder = json.loads(self.file.read_text())
             return f"process {holder['pid']} on {holder['host']}"
         except (OSError, ValueError, KeyError, TypeError):
             return "a process that has not written its number down"
 
     def in_place(self) -> bool:
         """Whether the locked file is still the file in the folder."""
-        return self.file.exists() and os.path.samestat(self.file.stat(), os.fstat(self.descriptor))
+        return self.file.exists() and os.path.samestat(self.file.stat(), self._locked)
 
     def release(self) -> None:
         """Release the lock; a second call does nothing."""
-        self._finalizer()
-
-    def forget(self) -> None:
-        """In a forked process: close its copy of the descriptor, because the lock lasts until all
-        copies are closed.
-
-        A child that outlives a crashed parent, such as an engine, would keep the folder locked.
-        """
-        if self._finalizer.detach():
-            os.close(self.descriptor)
-
-
-def _unlock(descriptor: int) -> None:
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
+        self._lock.release()

@@ -385,8 +385,6 @@ _OPEN: weakref.WeakValueDictionary[Path, RunFolder] = weakref.WeakValueDictionar
 def _forget_all() -> None:
     """In a forked process: the folders are the parent's."""
     for folder in list(_OPEN.values()):
-        for lock in folder._locks:
-            lock.forget()
         folder._locks = []
     _OPEN.clear()
 
