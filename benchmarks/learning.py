@@ -23,7 +23,6 @@ those of other settings are an error; interrupted ones begin again.
 """
 
 import argparse
-import csv
 import hashlib
 import json
 import os
@@ -35,6 +34,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import yaml
+
+from torchrl_llm.runs.table import read_metrics
 
 if TYPE_CHECKING:
     from torchrl_llm.runs import RunConfig
@@ -211,12 +212,9 @@ def optimum_of(world: str) -> float | None:
 def read(folder: Path) -> dict:
     """The result of a finished run, with its learning curve: ``wins`` of the training batches after
     ``games``."""
-
-    def column(name: str) -> list[float]:
-        with open(folder / "csv" / "scalars" / "rollout" / f"{name}.csv", newline="") as file:
-            return [float(row[-1]) for row in csv.reader(file)]
-
-    return json.loads((folder / "result.json").read_text()) | {"wins": column("success"), "games": column("episodes")}
+    rows = read_metrics(folder / "metrics.csv")
+    wins, games = ([row[f"rollout/{name}"] for row in rows] for name in ("success", "episodes"))
+    return json.loads((folder / "result.json").read_text()) | {"wins": wins, "games": games}
 
 
 def is_finished(folder: Path) -> bool:

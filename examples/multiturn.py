@@ -9,9 +9,8 @@ report.
 
 It is ``torchrl-llm train``. ``--help`` documents every setting; ``--resume`` goes on where a run
 was stopped. The report goes to ``--output-dir``: ``report.html`` (one page with curves and
-episodes: open it in a browser), ``result.json``, ``learning_curve.png``,
-``conversations_before.md``, ``conversations_after.md``, ``metrics.csv``, and checkpoints whose
-weights PEFT and transformers load.
+episodes: open it in a browser), ``episodes.md``, ``result.json``, ``metrics.csv``, and checkpoints
+whose weights PEFT and transformers load.
 """
 
 import sys

@@ -1,6 +1,5 @@
 """Learning curves of the three algorithms on GuessTheNumber and on ``EarlyDecision``."""
 
-import csv
 import json
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import torch
 from matplotlib.figure import Figure
 
 from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs.table import read_metrics
 from torchrl_llm.testing.environments import EarlyDecision
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import word_tokenizer
@@ -128,10 +128,8 @@ def learn(env: str, seeds: list[int], folder: Path) -> None:
 
 def success_curve(run: Path) -> tuple[list[float], list[float]]:
     """Games played and success rate of each training batch."""
-    scalars = run / "csv" / "scalars" / "rollout"
-    games, wins = (
-        [float(row[1]) for row in csv.reader((scalars / f"{name}.csv").open())] for name in ("episodes", "success")
-    )
+    rows = read_metrics(run / "metrics.csv")
+    games, wins = ([row[f"rollout/{name}"] for row in rows] for name in ("episodes", "success"))
     return games, wins
 
 

@@ -41,8 +41,7 @@ class TestReasoning:
         result = quick.main(settings(out, f"--algo={algo}", *QUICK))
         assert json.loads((out / "result.json").read_text()) == json.loads(json.dumps(result))
         assert (result["algo"], result["episodes"], result["iterations"]) == (algo, 32, 2)
-        assert "<|im_start|> assistant" in (out / "conversations_after.md").read_text()
-        assert (out / "learning_curve.png").exists()
+        assert "<|im_start|>assistant" in (out / "episodes.md").read_text().split("# Episodes after training")[1]
 
     def test_a_resumed_run_goes_on_with_its_own_model_and_first_evaluation(self, quick, tmp_path):
         first = quick.main(settings(tmp_path / "run", *QUICK))

@@ -27,7 +27,7 @@ from waiting import LIMIT, wait_until
 from torchrl_llm.envs import EnvSpec, GEMEnv, TaskSampler
 from torchrl_llm.runs import ConfigError, build_run, checkpoint_files, identity, make_objective, verify
 from torchrl_llm.runs.identity import config_changes, git_revision
-from torchrl_llm.runs.trackers import rewind_csv
+from torchrl_llm.runs.table import read_metrics
 from torchrl_llm.testing.environments import Faulty, StopOrGo
 from torchrl_llm.trainers import Callback
 
@@ -104,11 +104,9 @@ def digest(run) -> str:
 
 
 def scalars(folder: Path) -> dict[str, str]:
-    """What the logger wrote and the table of metrics, but for times."""
-    root = folder / "csv" / "scalars"
-    logged = {str(p.relative_to(root)): p.read_text() for p in sorted(root.rglob("*.csv")) if p.parent.name != "time"}
+    """The columns of the table of metrics, but for times."""
     columns = zip(*csv.reader((folder / "metrics.csv").open()), strict=True)
-    return logged | {"table": str([column for column in columns if not column[0].startswith("time/")])}
+    return {name: str(cells) for name, *cells in columns if not name.startswith("time/")}
 
 
 def interrupted(config, iteration: int) -> None:
@@ -211,8 +209,8 @@ class TestResume:
             build_run(small_config(tmp_path, **RUN))
         run = build_run(small_config(tmp_path, **RUN, max_iterations=1, overwrite=True))
         run.trainer.train()
-        (line,) = (tmp_path / "run" / "csv" / "scalars" / "rollout" / "reward.csv").read_text().splitlines()
-        assert line.startswith(f"{run.trainer.steps},")
+        (row,) = read_metrics(tmp_path / "run" / "metrics.csv")
+        assert row["rollout/steps"] == run.trainer.steps
 
     def test_another_environment_or_loss_of_python_is_a_change(self, tmp_path):
         config = partial(small_config, tmp_path, "GRPO", max_iterations=1, save_checkpoints=True)
@@ -465,15 +463,6 @@ class TestSaveAndLoad:
 class TestConfigChanges:
     def test_new_and_old_names_count(self):
         assert config_changes({"a": 1, "b": 2}, {"b": 2, "c": [3]}) == {"a": (1, None), "c": (None, [3])}
-
-
-class TestRewind:
-    def test_rows_beyond_the_step_and_half_rows_are_dropped(self, tmp_path):
-        path = tmp_path / "scalars" / "loss" / "kl.csv"
-        path.parent.mkdir(parents=True)
-        path.write_text("10,0.5\n20,0.25\n30,0.1\n4")
-        rewind_csv(tmp_path, 20)
-        assert path.read_text() == "10,0.5\n20,0.25\n"
 
 
 PHASES = {

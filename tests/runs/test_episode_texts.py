@@ -75,7 +75,7 @@ def test_what_would_act_is_a_code_block(tmp_path):
     rows[keys.TOKENS] = torch.arange(24).reshape(2, 12)
     recording = recorded(tmp_path, rows, pieces={token: texts[token % len(texts)] for token in range(24)})
     episodes = episode_texts(recording, 2, most=10**6)
-    page = Blocks(markdown_to_safe_html(markdown("Title", episodes)))
+    page = Blocks(markdown_to_safe_html(markdown(recording, episodes)))
     written = [text for each in episodes for _, text in each.messages]
     assert len(written) == 8
     assert [lines(text) for text in page.texts] == [lines(text) for text in written]

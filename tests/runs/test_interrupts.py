@@ -24,6 +24,7 @@ from waiting import LIMIT, a_moment
 
 from torchrl_llm.modules.adapters import FusedLora
 from torchrl_llm.runs import build_run, verify
+from torchrl_llm.runs.table import read_metrics
 from torchrl_llm.utils import interrupts
 from torchrl_llm.utils.interrupts import (
     Interrupted,
@@ -253,8 +254,8 @@ class TestTrainer:
         with pytest.raises(TypeError):
             killed.trainer.train()
         build_run(self.config(tmp_path, 0, resume=True)).trainer.train()
-        lines = (tmp_path / "run" / "csv" / "scalars" / "evaluation" / "success.csv").read_text().splitlines()
-        assert len(lines) == len({line.partition(",")[0] for line in lines}) == 2
+        rows = [row for row in read_metrics(tmp_path / "run" / "metrics.csv") if "evaluation/success" in row]
+        assert len(rows) == len({row["rollout/steps"] for row in rows}) == 2
 
     def test_layers_that_a_policy_exchanges_are_back_when_the_run_is_saved(self, tmp_path, monkeypatch):
         """The signal comes while they are put back, one by one."""
@@ -348,7 +349,7 @@ def play(script: str, folder: Path, moment: str, *launch: str, iterations: int, 
     return process.returncode, out, err
 
 
-SAMPLED = {"log_prob_gap.csv", "parity_gap.csv", "first_turn_entropy.csv"}
+SAMPLED = ("log_prob_gap", "parity_gap", "first_turn_entropy")
 """What depends on the log-probs of workers, and these in their last digit on which turns they
 answer together."""
 
@@ -358,9 +359,8 @@ def ended(folder: Path, without: Collection[str] = ()) -> tuple:
     last = folder / "checkpoints" / "last"
     sums = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(last.glob("*/*.safetensors"))]
     result = json.loads((folder / "result.json").read_text())
-    paths = [path for path in sorted((folder / "csv").rglob("*.csv")) if path.parent.name != "time"]
-    lines = {str(path.relative_to(folder)): path.read_text() for path in paths if path.name not in without}
-    return sums, [result[name] for name in ("success_after", "reward_after", "iterations", "stop_reason")], lines
+    logged = {name: cells for name, cells in scalars(folder).items() if not name.endswith((*without,))}
+    return sums, [result[name] for name in ("success_after", "reward_after", "iterations", "stop_reason")], logged
 
 
 def check_end(folder: Path, moment: str, done: tuple[int, str, str], *, launched: bool = False) -> None:

@@ -9,7 +9,7 @@ from markdown_it import MarkdownIt
 
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import CHATML, GEMEnv, PromptDatasetEnv
-from torchrl_llm.runs.outputs import draw_learning_curve, episodes_text, fenced, plot_learning_curve, with_final
+from torchrl_llm.runs.outputs import episodes_text, fenced, with_final
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
@@ -108,14 +108,6 @@ class Counting:
 
 
 class TestCurve:
-    def test_begins_with_the_evaluation_before(self):
-        after = {"evaluation/success": 0.5, "evaluation/success_low": 0.4, "evaluation/success_high": 0.6}
-        before = {"evaluation/success": 0.2, "evaluation/success_low": 0.1, "evaluation/success_high": 0.3}
-        history = [{"rollout/steps": 7.0, "rollout/success": 0.5} | after]
-        for given, steps, success in ((before, [0, 7], [0.2, 0.5]), (None, [7], [0.5])):
-            (axes,) = draw_learning_curve(history, title="x", before=given).axes
-            assert axes.lines[1].get_xydata().tolist() == [list(pair) for pair in zip(steps, success, strict=True)]
-
     def test_ends_with_the_evaluation_after(self):
         evaluated = {"rollout/steps": 4.0, "evaluation/success": 0.3}
         last, after = {"rollout/steps": 7.0}, {"evaluation/success": 0.5}
@@ -124,9 +116,3 @@ class TestCurve:
         assert with_final([last, evaluated], after) == [last, evaluated]
         assert with_final([evaluated, last], {}) == [evaluated, last]
         assert with_final([], after) == []
-
-    @pytest.mark.parametrize("title", ["GRPO on $\\bad{$", "$1 < $2", f"_a_ {IMG}"])
-    def test_a_name_is_no_formula(self, tmp_path, title):
-        history = [{"rollout/steps": 1.0, "rollout/success": 0.5}]
-        plot_learning_curve(history, tmp_path / "curve.png", title=title)
-        assert (tmp_path / "curve.png").stat().st_size

@@ -38,8 +38,8 @@ def without_checkpoints(folder) -> Path:
     return folder
 
 
-def rewards(folder: Path) -> list[str]:
-    return (folder / "csv" / "scalars" / "rollout" / "reward.csv").read_text().splitlines()
+def rewards(folder: Path) -> list[tuple[float, float]]:
+    return [(row["rollout/steps"], row["rollout/reward"]) for row in read_metrics(folder / METRICS)]
 
 
 class TestBranch:
@@ -58,8 +58,6 @@ class TestBranch:
         run.begin()
         assert (names(folder), names(folder / "previous-1")) == ([1], [2, 3])
         assert (folder / "checkpoints" / "last").resolve() == checkpoint(folder, 1)
-        assert rewards(folder) == rewards(folder / "previous-1")[:1]
-        assert len(rewards(folder / "previous-1")) == 3
         assert len(read_metrics(folder / "previous-1" / METRICS)) == 3
         (line,) = [record.message for record in caplog.records if "previous-1" in record.message]
         assert "checkpoint-000000000003" in line
@@ -70,13 +68,15 @@ class TestBranch:
         assert again.trainer.iteration == 1
         again.trainer.config.max_iterations = 2
         again.trainer.train()
+        assert rewards(folder)[:1] == rewards(folder / "previous-1")[:1]
+        assert (len(rewards(folder)), len(rewards(folder / "previous-1"))) == (2, 3)
         assert (folder / "checkpoints" / "last").resolve() == checkpoint(folder, 2)
         assert build_run(config(folder, resume=True, **branch)).trainer.iteration == 2
 
     def test_no_link_dangles(self, folder):
         best = folder / "checkpoints" / "best"
         best.symlink_to(checkpoint(folder, 3).name)
-        RunFolder(config(folder, resume=True)).open(checkpoint(folder, 1), 0, no_loggers)
+        RunFolder(config(folder, resume=True)).open(checkpoint(folder, 1), no_loggers)
         links = [path for path in (folder / "checkpoints").iterdir() if path.is_symlink()]
         assert [link.name for link in links] == ["last"]
         assert links[0].exists()
@@ -126,7 +126,7 @@ class TestNothingIsLost:
 
     def test_the_old_run_is_whole_until_the_new_one_is(self, folder):
         before = contents(folder)
-        (folder / "csv" / "notes.txt").write_text("mine")
+        (folder / "rollouts" / "notes.txt").write_text("mine")
         (folder / "thesis.tex").write_text("mine")
         run = build_run(config(folder, overwrite=True, max_iterations=1))
         run.begin()
@@ -135,7 +135,7 @@ class TestNothingIsLost:
         assert not any((folder / name).exists() for name in ("wandb_id", "evaluation_before.json", "checkpoints"))
         run.trainer.train()
         assert names(folder) == [1]
-        assert contents(old) == {"csv/notes.txt": b"mine", MARK: (old / MARK).read_bytes()}
+        assert contents(old) == {"rollouts/notes.txt": b"mine", MARK: (old / MARK).read_bytes()}
         assert (folder / "thesis.tex").read_text() == "mine"
 
     def test_a_run_that_is_stopped_early_deletes_nothing(self, folder):
@@ -157,7 +157,7 @@ class TestNothingIsLost:
     def test_files_of_others_in_its_folders_stay(self, folder):
         others = ("merged/my_notes.txt", "conversations_by_hand.md", "csv/scalars/mine.csv", "csv/texts/diary.txt")
         for name in others:
-            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text("mine")
         run = build_run(config(folder, overwrite=True, max_iterations=1))
         run.trainer.train()
@@ -176,14 +176,14 @@ class TestNothingIsLost:
     def test_a_run_that_failed_at_once_leaves_nothing_to_move(self, tmp_path):
         settings = config(tmp_path / "run")
         for _ in range(2):
-            RunFolder(settings).open(None, 0, lambda: [(tmp_path / "run" / "csv" / "texts").mkdir(parents=True)])
+            RunFolder(settings).open(None, lambda: [(tmp_path / "run" / "csv" / "texts").mkdir(parents=True)])
         assert not list(settings.output_dir.glob("previous-*"))
 
     def test_what_overwrite_left_is_not_deleted_by_a_run_without(self, folder):
-        RunFolder(config(folder, overwrite=True)).open(None, 0, no_loggers)
+        RunFolder(config(folder, overwrite=True)).open(None, no_loggers)
         later = RunFolder(config(folder, resume=True))
         later.check()
-        later.open(None, 0, no_loggers)
+        later.open(None, no_loggers)
         later.settle()
         assert names(folder / "previous-1") == [1, 2, 3]
 
@@ -197,7 +197,7 @@ class TestNothingIsLost:
 
         before = contents(folder)
         with pytest.raises(RuntimeError, match="no key"):
-            RunFolder(config(folder, overwrite=start is None)).open(start and checkpoint(folder, start), 0, fail)
+            RunFolder(config(folder, overwrite=start is None)).open(start and checkpoint(folder, start), fail)
         assert contents(folder) == before
         assert (folder / "checkpoints" / "last").resolve() == checkpoint(folder, 3)
 
@@ -214,7 +214,7 @@ class TestNothingIsLost:
         child = os.fork()
         if child == 0:
             monkeypatch.setattr(Path, "rename", killed)
-            RunFolder(config(folder, overwrite=start is None)).open(start and checkpoint(folder, start), 0, no_loggers)
+            RunFolder(config(folder, overwrite=start is None)).open(start and checkpoint(folder, start), no_loggers)
             os._exit(0)
         killed_by = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if killed_by:

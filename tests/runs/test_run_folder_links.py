@@ -84,7 +84,7 @@ class TestCopyWithoutLinks:
 
     def test_what_was_replaced_is_deleted_in_a_copy_too(self, folder, tmp_path):
         (folder / "checkpoints" / "best").symlink_to(checkpoint(folder, 1).name)
-        RunFolder(config(folder, overwrite=True)).open(None, 0, no_loggers)
+        RunFolder(config(folder, overwrite=True)).open(None, no_loggers)
         copy = shutil.copytree(folder, tmp_path / "copy" / "run", symlinks=False)
         RunFolder(config(copy, overwrite=True)).settle()
         assert not (copy / "previous-1").exists()
@@ -116,12 +116,12 @@ class TestCopyWithoutLinks:
         with pytest.raises(
             CheckpointError, match=rf"{damaged} is not what was saved.*best is a copy of it.*move .* elsewhere"
         ):
-            run.open(checkpoint(copy, 3), 0, no_loggers)
+            run.open(checkpoint(copy, 3), no_loggers)
         assert contents(copy / "checkpoints" / "best") == {
             name.removeprefix("checkpoints/best/"): content for name, content in before.items() if "/best/" in name
         }
         shutil.rmtree(checkpoint(copy, 1))
-        run.open(checkpoint(copy, 3), 0, no_loggers)
+        run.open(checkpoint(copy, 3), no_loggers)
         verify(checkpoint(copy, 1))
 
 
@@ -189,7 +189,7 @@ class TestCheckpointsElsewhere:
 
     def test_checkpoints_of_an_unmarked_folder_are_refused(self, linked):
         (linked / MARK).unlink()
-        with pytest.raises(ConfigError, match=r"holds config\.yaml, checkpoints, csv"):
+        with pytest.raises(ConfigError, match=r"holds config\.yaml, checkpoints, metrics\.csv"):
             build_run(config(linked, overwrite=True, model_path="none"))
 
     def test_a_run_is_replaced(self, linked, elsewhere):
@@ -221,12 +221,12 @@ class TestCheckpointsElsewhere:
 
     def test_a_branch(self, linked, elsewhere):
         run = RunFolder(config(linked, resume=True))
-        run.open(checkpoint(linked, 1), 0, no_loggers)
+        run.open(checkpoint(linked, 1), no_loggers)
         assert (self.saved(elsewhere), names(linked / "previous-1")) == ([1], [2, 3])
         assert (elsewhere / "last").resolve().name == "checkpoint-000000000001"
         for path in (linked / "previous-1" / "checkpoints").iterdir():
             verify(path)
-        run.open(None, 0, no_loggers)
+        run.open(None, no_loggers)
         assert names(linked / "previous-2") == [1]
         assert self.others(elsewhere)
 
@@ -235,7 +235,7 @@ class TestCheckpointsElsewhere:
         before = contents(linked) | contents(elsewhere)
         with pytest.raises(ZeroDivisionError):
             RunFolder(config(linked, overwrite=start is None)).open(
-                start and checkpoint(linked, start), 0, lambda: [1 // 0]
+                start and checkpoint(linked, start), lambda: [1 // 0]
             )
         assert contents(linked) | contents(elsewhere) == before
         assert not (elsewhere / "previous-1").exists()
@@ -253,7 +253,7 @@ class TestCheckpointsElsewhere:
 
         def begin() -> None:
             monkeypatch.setattr(Path, "rename", killed)
-            RunFolder(config(linked, overwrite=start is None)).open(start and checkpoint(linked, start), 0, no_loggers)
+            RunFolder(config(linked, overwrite=start is None)).open(start and checkpoint(linked, start), no_loggers)
 
         assert forked(begin) == (0 if start and moves == 2 else 9)
         if not (start and moves == 2):
@@ -265,7 +265,7 @@ class TestCheckpointsElsewhere:
         """Such as one that an earlier version moved, and that points to another run's checkpoints
         now."""
         run = RunFolder(config(folder, overwrite=True))
-        run.open(None, 0, no_loggers)
+        run.open(None, no_loggers)
         other = shutil.copytree(finished / "checkpoints", tmp_path / "other", symlinks=True)
         before = contents(other)
         shutil.rmtree(folder / "previous-1" / "checkpoints")
@@ -280,7 +280,7 @@ class TestCheckpointsElsewhere:
         self.link(folder, elsewhere)
         for _ in range(2):
             with suppress(ZeroDivisionError):
-                RunFolder(config(folder)).open(None, 0, lambda: [1 // 0])
+                RunFolder(config(folder)).open(None, lambda: [1 // 0])
         assert self.others(elsewhere)
         assert (folder / "checkpoints").is_symlink()
         assert not list(folder.glob("previous-*"))

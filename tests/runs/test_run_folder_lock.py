@@ -44,7 +44,7 @@ def running(settings, then: Callable[[], object] = lambda: None) -> Iterator[int
     if child == 0:
         try:
             folder = RunFolder(settings)
-            folder.open(None, 0, no_loggers)
+            folder.open(None, no_loggers)
             then()
             os.write(writer, b"1")
             time.sleep(LIMIT)
@@ -82,19 +82,19 @@ class TestTwoProcesses:
             (path / "checkpoints").symlink_to("../../elsewhere")
         settings, other, known = config(first), RunFolder(config(second)), RunFolder(config(second))
         with running(settings) as pid:
-            for take in (other.check, lambda: known.open(None, 0, no_loggers)):
+            for take in (other.check, lambda: known.open(None, no_loggers)):
                 with pytest.raises(ConfigError, match=rf"elsewhere is in use by another run \(process {pid}"):
                     take()
             # Nothing of its own is left locked.
             assert forked(lambda: FolderLock(second).release()) == 0
-        other.open(None, 0, no_loggers)
+        other.open(None, no_loggers)
         assert forked(RunFolder(settings).check) == 3
         other.close()
         assert forked(RunFolder(settings).check) == 0
 
     def test_checkpoints_in_the_folder_of_another_run(self, tmp_path):
         first, second = config(tmp_path / "first" / "run"), config(tmp_path / "second" / "run")
-        RunFolder(first).open(None, 0, no_loggers)
+        RunFolder(first).open(None, no_loggers)
         for path in (first.output_dir / "checkpoints", second.output_dir):
             path.mkdir(parents=True)
         # an empty folder would be removed
@@ -104,7 +104,7 @@ class TestTwoProcesses:
             known = RunFolder(other)
             with running(one):
                 assert forked(known.check) == 3
-                assert forked(lambda known=known: known.open(None, 0, no_loggers)) == 3
+                assert forked(lambda known=known: known.open(None, no_loggers)) == 3
             assert forked(known.check) == 0
 
     def test_a_process_that_the_first_forked_does_not_keep_the_lock(self, tmp_path):
@@ -125,7 +125,7 @@ class TestTwoProcesses:
     def test_a_forked_process_ends_and_the_lock_stays(self, tmp_path):
         settings = config(tmp_path / "run")
         folder = RunFolder(settings)
-        folder.open(None, 0, no_loggers)
+        folder.open(None, no_loggers)
         assert forked(gc.collect) == 0
         assert forked(folder.close) == 0
         assert forked(RunFolder(settings).check) == 3
@@ -136,9 +136,9 @@ class TestTwoProcesses:
         folder = RunFolder(settings)
         if end == "fail":
             with pytest.raises(ZeroDivisionError):
-                folder.open(None, 0, lambda: [1 // 0])
+                folder.open(None, lambda: [1 // 0])
         else:
-            folder.open(None, 0, no_loggers)
+            folder.open(None, no_loggers)
             assert forked(RunFolder(settings).check) == 3
         if end == "close":
             folder.close()
@@ -147,7 +147,7 @@ class TestTwoProcesses:
             del folder
             gc.collect()
         assert forked(RunFolder(settings).check) == 0
-        assert forked(lambda: RunFolder(settings).open(None, 0, no_loggers)) == 0
+        assert forked(lambda: RunFolder(settings).open(None, no_loggers)) == 0
 
     def test_it_ends_with_training_or_with_a_run_that_began_before(self, folder):
         settings = config(folder, resume=True)
@@ -167,9 +167,9 @@ class TestTwoProcesses:
 
     def test_a_later_run_of_the_process_takes_it_over(self, folder):
         first, second = RunFolder(config(folder, resume=True)), RunFolder(config(folder, overwrite=True))
-        first.open(None, 0, no_loggers)
+        first.open(None, no_loggers)
         second.check()
-        second.open(None, 0, no_loggers)
+        second.open(None, no_loggers)
         with pytest.raises(ConfigError, match=r"in use by a later run of this process.*output_dir of its own"):
             first.settle()
         assert names(folder / "previous-1") == [1, 2, 3]
@@ -183,21 +183,21 @@ class TestTwoProcesses:
     def test_a_folder_that_was_deleted_and_made_again(self, tmp_path):
         settings = config(tmp_path / "run")
         first, second = RunFolder(settings), RunFolder(settings)
-        first.open(None, 0, no_loggers)
+        first.open(None, no_loggers)
         shutil.rmtree(tmp_path / "run")
-        second.open(None, 0, no_loggers)
+        second.open(None, no_loggers)
         assert forked(RunFolder(settings).check) == 3
 
     def test_a_short_look_of_another_process_is_waited_for(self, tmp_path, monkeypatch):
         # the other process may get no core for long
         monkeypatch.setattr(folder_lock, "_WAIT", 1_000.0)
         settings = config(tmp_path / "run")
-        RunFolder(settings).open(None, 0, no_loggers)
+        RunFolder(settings).open(None, no_loggers)
         code = f"import fcntl, time; fcntl.flock(f := open({str(tmp_path / 'run' / LOCK)!r}), fcntl.LOCK_EX)\n"
         code += "print(flush=True); time.sleep(0.2)"
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
             process.stdout.read(1)
-            RunFolder(settings).open(None, 0, no_loggers)
+            RunFolder(settings).open(None, no_loggers)
 
     def test_where_there_are_no_locks(self, folder, monkeypatch, caplog):
         """As on some network file systems."""
@@ -223,7 +223,7 @@ class TestTwoProcesses:
 
     def test_a_lock_is_nothing_to_keep_a_folder_for(self, folder):
         run = RunFolder(config(folder, overwrite=True))
-        run.open(None, 0, no_loggers)
+        run.open(None, no_loggers)
         # of a run that was looked at there
         shutil.copy(folder / LOCK, folder / "previous-1" / LOCK)
         run.settle()

@@ -1,7 +1,6 @@
 """One run in all loggers: the same names and values, and the text of episodes where it is asked
 for."""
 
-import csv
 import json
 import math
 import os
@@ -15,7 +14,6 @@ from small_runs import small_config
 
 from torchrl_llm.runs import build_run
 from torchrl_llm.runs import trackers as loggers
-from torchrl_llm.runs.episode_log import page_title
 from torchrl_llm.runs.episode_texts import COLUMNS, episode_texts, markdown, table_rows
 from torchrl_llm.runs.recording import read_recording
 from torchrl_llm.runs.table import FILE, read_metrics
@@ -32,15 +30,6 @@ class Odd(Callback):
 
     def on_batch(self, trainer, rows, metrics):
         metrics |= {f"my/{name}": value for name, value in ENDS.items()}
-
-
-def in_folders(run: Path) -> dict[tuple[str, int], float]:
-    scalars = run / "csv" / "scalars"
-    return {
-        (path.relative_to(scalars).with_suffix("").as_posix(), int(step)): float(value)
-        for path in scalars.glob("**/*.csv")
-        for step, value in csv.reader(path.open())
-    }
 
 
 def in_table(run: Path) -> dict[tuple[str, int], float]:
@@ -146,7 +135,6 @@ def test_wandb_waits_for_its_service_on_a_busy_machine_too(tmp_path, monkeypatch
 class TestMetrics:
     def test_the_table_has_what_the_files_have(self, run):
         table = in_table(run)
-        same(in_folders(run), table)
         names = {name for name, _ in table}
         assert {
             "evaluation/success",
@@ -175,7 +163,7 @@ class TestEpisodes:
 
         events = EventAccumulator(str(run / "tensorboard")).Reload().Tensors("episodes/training/text_summary")
         shown = [(event.step, event.tensor_proto.string_val[0].decode()) for event in events]
-        assert shown == [(each.steps, markdown(page_title(each), episode_texts(each, 2))) for each in recordings]
+        assert shown == [(each.steps, markdown(each, episode_texts(each, 2))) for each in recordings]
         assert [text.count("\n## Episode") for _, text in shown] == [2, 2, 2]
 
     def test_weights_and_biases_has_tables(self, run, recordings):

@@ -25,6 +25,7 @@ from torchrl_llm.metrics import METRICS, wilson_interval
 from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss, TurnEstimator, TurnVTrace
 from torchrl_llm.runs import ConfigError, build_run, make_objective, verify
 from torchrl_llm.runs.checkpoint import NOT_EVALUATED
+from torchrl_llm.runs.table import read_metrics
 from torchrl_llm.trainers import Callback, LLMTrainer
 from torchrl_llm.trainers.base import StockCollector
 
@@ -217,7 +218,8 @@ class TestIteration:
         run.trainer.evaluator = lambda: {"evaluation/elo": torch.tensor(1200), "score": True}
         (metrics,) = run.trainer.train()
         assert (metrics["evaluation/elo"], metrics["score"]) == (1200.0, 1.0)
-        assert (tmp_path / "run" / "csv" / "scalars" / "evaluation" / "elo.csv").read_text().strip().endswith("1200.0")
+        (row,) = read_metrics(tmp_path / "run" / "metrics.csv")
+        assert row["evaluation/elo"] == 1200.0
         assert verify(run.checkpoints.latest())["metadata"]["evaluation_success"] == NOT_EVALUATED
 
 

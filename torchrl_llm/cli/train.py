@@ -6,8 +6,8 @@ report.
     accelerate launch --module torchrl_llm train --config examples/configs/ppo_llm.yaml
 
 The report goes to --output-dir: report.html (one page with curves and episodes: open it in a
-browser), result.json, learning_curve.png, conversations_before.md, conversations_after.md, the
-metrics as CSV, and checkpoints whose weights PEFT and transformers load.
+browser), episodes.md, result.json, the metrics as CSV, and checkpoints whose weights PEFT and
+transformers load.
 """
 
 from __future__ import annotations

@@ -17,26 +17,32 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from torchrl_llm.report import summary
 from torchrl_llm.report.curves import as_metrics, draw_curves
 from torchrl_llm.report.episodes import QUANTITIES, GroupEncoder, compressed, token_values
+from torchrl_llm.runs.episode_texts import episode_texts, markdown
 from torchrl_llm.runs.outputs import with_final
 from torchrl_llm.runs.recorded_groups import Group, groups_of
 from torchrl_llm.runs.recording import Recording
 from torchrl_llm.runs.run_files import RunFiles
 from torchrl_llm.utils.files import write_text
 
-NAME = "report.html"
-"""The page's file."""
+NAME, EPISODES = "report.html", "episodes.md"
+"""The page's file, and that of its episodes as text."""
+
+_OF_A_RECORDING = 4
+"""Episodes of each recording in :data:`EPISODES`."""
 
 LIMIT = 5_000_000
 """Bytes of a page, unless it is to be full: it opens in a second, and can be sent by mail."""
 
 
 def write_report(folder: str | Path, *, full: bool = False) -> Path:
-    """Write the run report: one HTML file that needs no server and no network.
+    """Write the run report: one HTML file that needs no server and no network, and episodes as text
+    in one of Markdown.
 
     It has a summary with learning curves (with matplotlib, ``pip install "torchrl-llm[report]"``),
     the recorded episodes turn by turn, groups as trees, and the same task across iterations. Texts
     of environments and models are data in it: they are compressed in blocks, shown as text, and its
-    content security policy allows no other script than its own.
+    content security policy allows no other script than its own. ``episodes.md`` has the text of
+    four episodes of each recording, if there is one.
 
     Args:
         folder: the ``output_dir`` of a run; one that still runs, was interrupted, or has no
@@ -61,6 +67,8 @@ def write_report(folder: str | Path, *, full: bool = False) -> Path:
     page.add_groups(None if full else LIMIT)
     path = folder / NAME
     write_text(path, page.render())
+    if page.recordings:
+        write_text(folder / EPISODES, page.episodes())
     return path
 
 
@@ -125,6 +133,10 @@ class _Page:
             blocks=[block for _, block in self.groups],
             **self._summary(),
         )
+
+    def episodes(self) -> str:
+        """Some episodes of each recording as Markdown, in the order of the run."""
+        return "\n".join(markdown(each, episode_texts(each, _OF_A_RECORDING)) for each in self.recordings)
 
     def _index(self) -> dict[str, Any]:
         recordings = [

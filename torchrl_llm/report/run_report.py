@@ -1,5 +1,5 @@
-"""The report of a run with an evaluation before and after it: ``report.html``, ``result.json``, a
-learning curve, sample episodes.
+"""The report of a run with an evaluation before and after it: ``report.html``, ``episodes.md``,
+``result.json``.
 
 The scripts in ``examples/`` are calls of :func:`run_and_report`, which builds a run, trains,
 reports and closes it.
@@ -12,20 +12,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torchrl_llm.metrics.paired import OTHER_GAMES, PairedComparison, paired_comparison
-from torchrl_llm.report.page import write_report
+from torchrl_llm.report.page import EPISODES, NAME, write_report
 from torchrl_llm.runs.config import RunConfig
 from torchrl_llm.runs.flags import resume_command
 from torchrl_llm.runs.outputs import (
     comparison_table,
-    episodes_text,
     percent,
-    plot_learning_curve,
-    with_final,
     write_json,
 )
 from torchrl_llm.runs.recording import Kind
@@ -34,7 +30,6 @@ from torchrl_llm.runs.run_json import read_json
 from torchrl_llm.runs.saved import settings_for_use, write_settings_beside
 from torchrl_llm.trainers.evaluation import Evaluation
 from torchrl_llm.utils import terminal
-from torchrl_llm.utils.files import write_text
 from torchrl_llm.utils.interrupts import Interrupted, catch_signals, interruptible
 from torchrl_llm.utils.options import ConfigError
 
@@ -44,9 +39,6 @@ except ImportError:  # no POSIX system
     resource = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
-
-_COUNT = 6
-"""Sample episodes in a report: enough to see what the model does, and short enough to read."""
 
 
 def run_and_report(
@@ -110,7 +102,7 @@ def evaluate_before(run: Run) -> Evaluation | None:
         return None
     before = run.final_evaluation()
     if run.trainer.distributed.is_main:
-        _write_episodes(run, before, "before")
+        _record(run, before, "before")
         write_json(before.statistics(), path)
     return before
 
@@ -155,15 +147,11 @@ class RunReport:
         paired = self._paired()
         result = {**self._result(run, stop_reason), "paired": paired and asdict(paired)}
         write_json(result, out / "result.json")
-        if run.trainer.history and find_spec("matplotlib") is not None:  # of the extra "report"
-            before, after = ({} if each is None else each.metrics("evaluation") for each in (self.before, self.after))
-            history = with_final(run.trainer.history, after)
-            plot_learning_curve(history, out / "learning_curve.png", title=title, before=before)
         if self.after is None:
             # of an earlier end, before a resume
             (out / "evaluation_after.json").unlink(missing_ok=True)
         else:
-            _write_episodes(run, self.after, "after")
+            _record(run, self.after, "after")
             write_json(self.after.statistics(), out / "evaluation_after.json")
             if run.config.export_merged:
                 _export_merged(run, out / "merged")
@@ -174,13 +162,7 @@ class RunReport:
         table += f"{OTHER_GAMES}\n" if result["same_games"] is False else ""
         self.say(f"\n{title}: {stop_reason}{table}")
         _write_page(out)
-        wanted = (
-            "report.html",
-            "result.json",
-            "learning_curve.png",
-            "conversations_before.md",
-            "conversations_after.md",
-        )
+        wanted = (NAME, "result.json", EPISODES)
         self.say(f"report: {out}/ ({', '.join(name for name in wanted if (out / name).exists())})")
         return result
 
@@ -234,10 +216,7 @@ def _peak_rss_mb() -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
 
 
-def _write_episodes(run: Run, evaluation: Evaluation, when: Kind) -> None:
-    kwargs = run.config.chat_template_kwargs
-    text = episodes_text(evaluation.rows, run.tokenizer, count=_COUNT, chat_template_kwargs=kwargs)
-    write_text(run.config.output_dir / f"conversations_{when}.md", f"# Conversations {when} training\n\n{text}")
+def _record(run: Run, evaluation: Evaluation, when: Kind) -> None:
     if run.recorder is not None:
         run.recorder.record_evaluation(run.trainer, evaluation.rows, when, evaluation.texts)
 

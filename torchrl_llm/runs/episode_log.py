@@ -11,13 +11,6 @@ from torchrl_llm.runs.episode_texts import COLUMNS, EpisodeText, episode_texts, 
 from torchrl_llm.runs.recording import Recording
 
 
-def page_title(recording: Recording) -> str:
-    """Where the episodes of a recording come from."""
-    if recording.kind == "training":
-        return f"Episodes of iteration {recording.iteration}, {recording.steps:,} turns"
-    return f"Episodes {recording.kind} training"
-
-
 def log_episodes(loggers: Iterable[Logger], recording: Recording, count: int) -> None:
     """Write the text of some episodes to the trackers, as ``episodes/training``,
     ``episodes/before`` or ``episodes/after``.
@@ -33,7 +26,7 @@ def log_episodes(loggers: Iterable[Logger], recording: Recording, count: int) ->
     name, texts = f"episodes/{recording.kind}", episode_texts(recording, count)
     for target in loggers:
         if isinstance(target, TensorboardLogger):
-            target.experiment.add_text(name, markdown(page_title(recording), texts), recording.steps)
+            target.experiment.add_text(name, markdown(recording, texts), recording.steps)
         elif isinstance(target, WandbLogger):
             import wandb
 

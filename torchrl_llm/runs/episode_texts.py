@@ -109,10 +109,13 @@ def shortened(messages: Sequence[Message], most: int) -> list[Message]:
     return kept
 
 
-def markdown(title: str, texts: Sequence[EpisodeText]) -> str:
-    """A page of episodes; what environment and model wrote stands in code blocks, where it is
+def markdown(recording: Recording, texts: Sequence[EpisodeText]) -> str:
+    """Episodes of a recording; what environment and model wrote stands in code blocks, where it is
     neither Markdown nor HTML."""
-    parts = [f"# {title}"]
+    if recording.kind == "training":
+        parts = [f"# Episodes of iteration {recording.iteration}, {recording.steps:,} turns"]
+    else:
+        parts = [f"# Episodes {recording.kind} training"]
     for number, each in enumerate(texts, 1):
         parts.append(f"## Episode {number}, task {each.task}: {each.outcome}")
         parts += [f"{_WRITERS[role]}:\n\n{fenced(text)}" for role, text in each.messages]

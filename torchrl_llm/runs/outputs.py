@@ -1,7 +1,4 @@
-"""The report of a run: table, learning curve, sample episodes, ``result.json``.
-
-matplotlib is imported only where a plot is drawn.
-"""
+"""What a run says of itself: tables, sample episodes as text, ``result.json``."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +15,10 @@ from torch import Tensor
 from torchrl_llm import keys
 from torchrl_llm.modules.segments import Segments
 from torchrl_llm.rendering import ChatTemplateError, Message, Renderer
-from torchrl_llm.utils.files import write_bytes, write_text
+from torchrl_llm.utils.files import write_text
 from torchrl_llm.utils.terminal import one_line
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from transformers import PreTrainedTokenizerBase
 
     from torchrl_llm.metrics.evaluated import Evaluation
@@ -185,51 +180,6 @@ def with_final(history: Sequence[Mapping[str, float]], after: Mapping[str, float
     if not history or "evaluation/success" in history[-1]:
         return [*history]
     return [*history[:-1], {**after, **history[-1]}]
-
-
-def plot_learning_curve(
-    history: Sequence[Mapping[str, float]], path: Path, *, title: str, before: Mapping[str, float] | None = None
-) -> None:
-    """Write the plot of :func:`draw_learning_curve` to ``path``, a ``.png`` file."""
-    drawn = BytesIO()
-    draw_learning_curve(history, title=title, before=before).savefig(drawn, format="png", dpi=130)
-    write_bytes(path, drawn.getvalue())
-
-
-def draw_learning_curve(
-    history: Sequence[Mapping[str, float]], *, title: str, before: Mapping[str, float] | None = None
-) -> Figure:
-    """Success in training and in evaluations over the turns collected, with the 95 % interval of
-    the latter.
-
-    Args:
-        history: the metrics of each iteration (``LLMTrainer.history``).
-        title: of the plot.
-        before: the metrics of an evaluation before training, ``Evaluation.metrics("evaluation")``;
-            the point at 0 turns. Default none.
-
-    Returns:
-        The figure, with one pair of axes.
-    """
-    # Not pyplot, which keeps every figure until it is closed, and may ask for a display.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    steps, success = ([m[f"rollout/{name}"] for m in history] for name in ("steps", "success"))
-    axes.plot(steps, success, color="0.7", linewidth=1, label="training batches")
-    evaluated = [{"rollout/steps": 0.0, **before}] if before else []
-    evaluated += [dict(m) for m in history if "evaluation/success" in m]
-    if evaluated:
-        steps = [m["rollout/steps"] for m in evaluated]
-        axes.plot(steps, [m["evaluation/success"] for m in evaluated], "o-", color="C0", label="evaluations, sampled")
-        low, high = ([m[f"evaluation/success_{end}"] for m in evaluated] for end in ("low", "high"))
-        axes.fill_between(steps, low, high, color="C0", alpha=0.2, linewidth=0, label="95 % interval")
-    axes.set(xlabel="turns collected", ylabel="win rate", ylim=(0, 1.02))
-    axes.set_title(title, parse_math=False)  # a title with dollar signs is no formula
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", frameon=False)
-    return figure
 
 
 def write_json(result: Mapping[str, Any], path: Path) -> None:

@@ -16,21 +16,18 @@ from torchrl_llm.data import apply_in_micro_batches
 from torchrl_llm.functional import pool_log_ratio
 from torchrl_llm.modules.positions import prefix_cost
 from torchrl_llm.objectives import TurnEstimator
-from torchrl_llm.runs.episode_log import log_episodes, page_title
-from torchrl_llm.runs.episode_texts import episode_texts, markdown
+from torchrl_llm.runs.episode_log import log_episodes
 from torchrl_llm.runs.pieces import TokenTexts
 from torchrl_llm.runs.recording import (
     Kind,
     Recording,
     RecordingError,
     RecordingFolder,
-    page_of,
     read_recording,
     trimmed,
     used_texts,
 )
 from torchrl_llm.trainers.callbacks import Callback
-from torchrl_llm.utils.files import write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,9 +36,6 @@ logger = logging.getLogger(__name__)
 
 _EPISODES = 16
 """Most episodes of a task in a recording: a group of usual size."""
-
-_ON_A_PAGE = 4
-"""Episodes of the page beside a recording of training."""
 
 _CLIPPED = "clipped"
 
@@ -58,8 +52,7 @@ class RolloutRecorder(Callback):
     scored. After the update the recorded rows are scored once more, so that ratios and entropy can
     be shown; where weights are sharded they are not. No number of the run changes.
 
-    Episodes of a few tasks are kept, the same tasks in all recordings where they come again. Beside
-    each recording of training is a page of Markdown with the text of some of them.
+    Episodes of a few tasks are kept, the same tasks in all recordings where they come again.
 
     Args:
         path: the folder of the recordings.
@@ -206,10 +199,6 @@ class RolloutRecorder(Callback):
         recording = Recording(**about, interval=self.folder.interval, arrays=numpy)
         try:
             self.folder.write(arrays, **about)
-            # the evaluations before and after a run have theirs in its folder
-            if recording.kind == "training":
-                page = markdown(page_title(recording), episode_texts(recording, _ON_A_PAGE))
-                write_text(page_of(self.folder.file(recording.kind, recording.iteration)), page)
         except OSError:  # such as a full disk: what is lost is a look at the run, and not the run
             logger.exception("the episodes of iteration %d could not be recorded", about["iteration"])
         # Held-out tasks first, and with the first batch its own.

@@ -216,11 +216,6 @@ _NEEDED = (
 """Arrays that every recording has."""
 
 
-def page_of(path: Path) -> Path:
-    """The page of Markdown beside a recording, which is deleted with it."""
-    return path.with_suffix(".md")
-
-
 class RecordingFolder:
     """The recordings of a run, bounded on disk.
 
@@ -266,7 +261,7 @@ class RecordingFolder:
             except RecordingError as error:  # the run can do without it
                 logger.warning("%s", error)
             if number > iteration:
-                _delete(path)
+                path.unlink()
         if not ended:
             self._drop_between()
 
@@ -282,16 +277,9 @@ class RecordingFolder:
             self._drop_between(keep=about["iteration"])
 
     def _bytes(self) -> int:
-        files = [path for pattern in ("*.safetensors", "*.md") for path in self.path.glob(pattern)]
-        return sum(path.stat().st_size for path in files)
+        return sum(path.stat().st_size for path in self.path.glob("*.safetensors"))
 
     def _drop_between(self, keep: int | None = None) -> None:
         for number, path in self.training().items():
             if number != keep and not self.is_due(number):
-                _delete(path)
-
-
-def _delete(path: Path) -> None:
-    """Delete a recording, its page first: a page without its recording would stay."""
-    page_of(path).unlink(missing_ok=True)
-    path.unlink()
+                path.unlink()

@@ -143,7 +143,7 @@ class Opening(Callback):
             self.folder.close()
 
     def _open(self, trainer: LLMTrainer) -> None:
-        loggers = self.folder.open(self.start, trainer.logged_steps, self._begin_files)
+        loggers = self.folder.open(self.start, self._begin_files)
         if self.start is not None:
             for target in loggers:
                 rewind_tensorboard(target, trainer.logged_steps)

@@ -36,7 +36,6 @@ from torchrl_llm.runs.checkpoint_files import is_checkpoint
 from torchrl_llm.runs.config import RunConfig
 from torchrl_llm.runs.folder_lock import LOCK, FolderLock
 from torchrl_llm.runs.table import FILE as METRICS
-from torchrl_llm.runs.trackers import rewind_csv
 from torchrl_llm.utils.files import write_text
 from torchrl_llm.utils.options import ConfigError
 
@@ -47,11 +46,13 @@ MARK = "torchrl_llm.json"
 
 _TRACKERS = ("tensorboard", "wandb", "wandb_id", "trackio_id")
 _REPORT = (
-    *("merged", "result.json", "evaluation_before.json", "evaluation_after.json", "learning_curve.png"),
-    *("conversations_before.md", "conversations_after.md", "report.html"),
+    *("merged", "result.json", "evaluation_before.json", "evaluation_after.json", "report.html", "episodes.md"),
+    # of versions to 0.2.1
+    *("learning_curve.png", "conversations_before.md", "conversations_after.md"),
 )
 _NAMES = ("config.yaml", "checkpoints", "csv", METRICS, "run.json", "rollouts", *_TRACKERS, *_REPORT)
-"""The files and folders that a run writes."""
+"""The files and folders that a run writes; versions to 0.2.1 wrote ``csv`` too, and pages in
+``rollouts``."""
 
 _WORK = (METRICS, "csv/scalars/**/*.csv", "rollouts/*.safetensors", *_REPORT)
 """Those that a run has only if it got results; checkpoints are the others."""
@@ -153,7 +154,7 @@ class RunFolder:
                 "output_dir, or make room."
             ) from error
 
-    def open(self, start: Path | None, steps: int, make_loggers: Callable[[], list[Logger]]) -> list[Logger]:
+    def open(self, start: Path | None, make_loggers: Callable[[], list[Logger]]) -> list[Logger]:
         """Take the folder for this run: lock it, move an earlier run aside, and open the loggers.
 
         The lock lasts until :meth:`close`, until this object is deleted, or until the process ends,
@@ -161,8 +162,6 @@ class RunFolder:
 
         Args:
             start: the checkpoint that the run continues; ``None``: it starts from the beginning.
-            steps: those of ``start``; CSV rows of later steps are dropped, because they are written
-                again.
             make_loggers: if it fails, everything is put back.
 
         Raises:
@@ -171,7 +170,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock()
         try:
-            return self._open(start, steps, make_loggers)
+            return self._open(start, make_loggers)
         except BaseException:
             self.close()
             raise
@@ -224,7 +223,7 @@ class RunFolder:
         """The run of this process that has the folder."""
         return _OPEN.get(self.path.resolve())
 
-    def _open(self, start: Path | None, steps: int, make_loggers: Callable[[], list[Logger]]) -> list[Logger]:
+    def _open(self, start: Path | None, make_loggers: Callable[[], list[Logger]]) -> list[Logger]:
         _write_mark(self.path, "run")
         if start is not None:
             start = self.checkpoints.own_place(start)  # clean() moves it there
@@ -242,8 +241,6 @@ class RunFolder:
                     self._discard(self.path)
                 self._put_back(aside)
             raise
-        if start is not None:
-            rewind_csv(self.path / "csv", steps)
         return loggers
 
     def settle(self) -> None:

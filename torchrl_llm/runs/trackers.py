@@ -1,5 +1,4 @@
-"""Where a run's metrics go: one table, CSV files and trackers; and what a resumed run writes
-again."""
+"""Where a run's metrics go: one table, and trackers; and what a resumed run writes again."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ class MetricsTable(Callback):
 
 
 def make_loggers(config: RunConfig) -> list[Logger]:
-    """CSV always, TensorBoard, Weights & Biases and trackio by flag.
+    """TensorBoard, Weights & Biases and trackio by flag; the table is :class:`MetricsTable`.
 
     Raises:
         MissingExtraError: a tracker is not installed; the message says how to.
@@ -68,7 +67,7 @@ def make_loggers(config: RunConfig) -> list[Logger]:
     for tracker in ("tensorboard", "wandb", "trackio"):
         if getattr(config, tracker):
             import_extra(tracker, extra=tracker, what=f"{tracker}=true")
-    loggers = [get_logger("csv", str(where), "csv")]
+    loggers: list[Logger] = []
     if config.tensorboard:
         loggers.append(get_logger("tensorboard", str(where), "tensorboard"))
     if config.wandb:
@@ -121,18 +120,3 @@ def _drawn_id(path: Path) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, uuid.uuid4().hex[:8])
     return path.read_text()
-
-
-def rewind_csv(directory: str | Path, steps: int) -> None:
-    """Drop the rows that TorchRL's ``CSVLogger`` wrote after ``steps``: the resumed run writes them
-    again.
-
-    Args:
-        directory: the logger's folder; its ``scalars/**/*.csv`` have lines ``step,value``.
-        steps: the last step to keep. A line that a crash has cut short is dropped too.
-    """
-    for path in sorted(Path(directory).glob("scalars/**/*.csv")):
-        lines = path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and int(line.partition(",")[0]) <= steps]
-        if kept != lines:
-            write_text(path, "".join(kept))
