@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rows_from_agilerl import rows_from_agilerl
 
 from torchrl_llm import keys
-from torchrl_llm.data import rows_from_agilerl
 
 
 def agilerl_episode(ids, spans, max_turns, rewards):

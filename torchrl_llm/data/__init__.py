@@ -1,6 +1,5 @@
 """Rows from episodes or turns, and batches of rows."""
 
-from torchrl_llm.data.agilerl import rows_from_agilerl
 from torchrl_llm.data.batching import (
     apply_in_micro_batches,
     cat_rows,
@@ -34,7 +33,6 @@ __all__ = [
     "padding_share",
     "penalize_overlong",
     "read_transcripts",
-    "rows_from_agilerl",
     "rows_from_episodes",
     "spaced_rows",
     "to_grpo_keys",

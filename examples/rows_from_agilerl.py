@@ -1,6 +1,6 @@
 """Conversion of data in AgileRL's layout to rows: :func:`rows_from_agilerl`.
 
-For recorded rollouts of AgileRL 2.x, or an environment that yields them.
+For recorded rollouts of AgileRL 2.x, or an environment that yields them. Copy this file.
 """
 
 from __future__ import annotations
