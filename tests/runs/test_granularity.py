@@ -11,7 +11,7 @@ from small_runs import Won, one_batch, small_config
 from torchrl_llm import keys
 from torchrl_llm.envs import EnvSpec, GEMEnv, PromptDatasetEnv, resolve_env
 from torchrl_llm.runs import ConfigError, RunConfig, build_run
-from torchrl_llm.runs.granularity import with_granularity
+from torchrl_llm.runs.settled import with_granularity
 from torchrl_llm.testing.tiny import load_tiny_tokenizer
 
 ROWS = [{"question": f"{i} + 1?", "answer": str(i)} for i in range(8)]

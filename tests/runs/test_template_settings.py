@@ -110,7 +110,7 @@ class TestDate:
             def today(cls):
                 return cls(2031, 7, 1)
 
-        for module in ("torchrl_llm.envs.chat", "torchrl_llm.runs.template_date"):
+        for module in ("torchrl_llm.envs.chat", "torchrl_llm.runs.settled"):
             monkeypatch.setattr(f"{module}.date", Later)
         resumed = build_run(small_config(tmp_path, resume=True, **settings), env=Echo)
         assert resumed.config.template_date == day

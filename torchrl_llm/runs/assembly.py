@@ -27,7 +27,6 @@ from torchrl_llm.runs.demonstrations import check_demonstrations
 from torchrl_llm.runs.device import make_accelerator, make_numerics
 from torchrl_llm.runs.effective_settings import python_settings
 from torchrl_llm.runs.engines import start_engine
-from torchrl_llm.runs.granularity import with_granularity
 from torchrl_llm.runs.identity import names_of_parts
 from torchrl_llm.runs.memory import with_max_tokens
 from torchrl_llm.runs.opponents import make_opponent
@@ -36,9 +35,9 @@ from torchrl_llm.runs.recording import FOLDER
 from torchrl_llm.runs.resume import Opening, Start, accept_changes, find_start
 from torchrl_llm.runs.run_folder import RunFolder
 from torchrl_llm.runs.run_info import run_info
+from torchrl_llm.runs.settled import with_granularity, with_num_envs, with_template_date
 from torchrl_llm.runs.sources import check_length
 from torchrl_llm.runs.teacher import check_teacher, load_teacher
-from torchrl_llm.runs.template_date import with_template_date
 from torchrl_llm.runs.trackers import MetricsTable
 from torchrl_llm.runs.trained_tasks import tasks_of_weights
 from torchrl_llm.runs.wrong_settings import missing_extras
@@ -119,7 +118,7 @@ def settle(config: RunConfig, place: Place, tokenizer: Any) -> RunConfig:
     defaults of this run."""
     check_length(config, config.max_model_len)
     check_teacher(config, tokenizer)
-    config = build.with_num_envs(config, place.saved, place.distributed)
+    config = with_num_envs(config, place.saved, place.distributed)
     config = with_max_tokens(config, place.saved, place.accelerator.device, place.distributed)
     return with_template_date(config, place.saved, tokenizer, place.distributed)
 

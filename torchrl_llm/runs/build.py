@@ -5,7 +5,7 @@ The parts are plain TorchRL; :func:`~torchrl_llm.runs.build_run` puts them toget
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -315,15 +315,6 @@ def make_replay_buffer(config: RunConfig) -> ReplayBuffer:
     shape."""
     storage = LazyStackStorage(config.batch_size)
     return ReplayBuffer(storage=storage, transform=TurnsToSequence(), batch_size=config.batch_size)
-
-
-def with_num_envs(config: RunConfig, saved: Mapping[str, Any] | None, distributed: Distributed) -> RunConfig:
-    """The settings with a number of ``num_envs``: the given one, that of the checkpoint ``saved``,
-    or the default."""
-    if config.num_envs is not None:
-        return config
-    known = None if saved is None or "num_envs" in config.accept_changes else saved.get("num_envs")
-    return replace(config, num_envs=known or config.default_num_envs(distributed.world_size))
 
 
 def make_environment(

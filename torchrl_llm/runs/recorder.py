@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from torchrl.record.loggers import Logger, TensorboardLogger, WandbLogger
+from torchrl.record.loggers.trackio import TrackioLogger
 
 from torchrl_llm import keys
 from torchrl_llm.data import apply_in_micro_batches
 from torchrl_llm.functional import pool_log_ratio
 from torchrl_llm.modules.positions import prefix_cost
 from torchrl_llm.objectives import TurnEstimator
-from torchrl_llm.runs.episode_log import log_episodes
+from torchrl_llm.runs.episode_texts import COLUMNS, EpisodeText, episode_texts, markdown, table_rows
 from torchrl_llm.runs.pieces import TokenTexts
 from torchrl_llm.runs.recording import (
     Kind,
@@ -62,7 +64,7 @@ class RolloutRecorder(Callback):
         tasks: tasks of a recording, >= 1, with up to 16 episodes each. Default: 4.
         max_bytes: what all recordings may take on disk. Default: 64 MB.
         log_episodes: episodes of each recording whose text TensorBoard, Weights & Biases and
-            trackio get, where the trainer has such a logger, see ``trainers.episode_log``.
+            trackio get, where the trainer has such a logger, see :func:`log_episodes`.
             Default: 0.
     """
 
@@ -284,3 +286,39 @@ def trimmed_with_clip(rows: TensorDictBase) -> dict[str, Tensor]:
 def _gamma(trainer: Any) -> float | None:
     estimator = trainer.loss.value_estimator
     return float(estimator.gamma) if isinstance(estimator, TurnEstimator) else None
+
+
+def log_episodes(loggers: Iterable[Logger], recording: Recording, count: int) -> None:
+    """Write the text of some episodes to the trackers, as ``episodes/training``,
+    ``episodes/before`` or ``episodes/after``.
+
+    TensorBoard gets a page of Markdown, Weights & Biases a table, trackio a trace for each episode;
+    other loggers nothing.
+
+    Args:
+        loggers: of the run.
+        recording: the episodes.
+        count: how many at most.
+    """
+    name, texts = f"episodes/{recording.kind}", episode_texts(recording, count)
+    for target in loggers:
+        if isinstance(target, TensorboardLogger):
+            target.experiment.add_text(name, markdown(recording, texts), recording.steps)
+        elif isinstance(target, WandbLogger):
+            import wandb
+
+            table = wandb.Table(columns=[*COLUMNS], data=table_rows(recording, texts))
+            target.experiment.log({name: table, "episodes/step": recording.steps})
+        elif isinstance(target, TrackioLogger):
+            import trackio
+
+            traces = [trackio.Trace(**_trace(recording, each)) for each in texts]
+            target.experiment.log({name: traces}, step=recording.steps)
+
+
+def _trace(recording: Recording, each: EpisodeText) -> dict[str, object]:
+    about = {"iteration": recording.iteration, "task": str(each.task), "environment": each.env, "outcome": each.outcome}
+    return {
+        "messages": [{"role": role, "content": text} for role, text in each.messages],
+        "metadata": about | {"turns": each.turns, "return": each.reward},
+    }

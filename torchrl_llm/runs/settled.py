@@ -1,16 +1,73 @@
-"""What ``granularity="auto"`` means in the environment of a run: :func:`with_granularity`."""
+"""Settings that a run settles where none are given: :func:`with_num_envs`,
+:func:`with_template_date` and :func:`with_granularity`; ``max_tokens`` is in
+:mod:`torchrl_llm.runs.memory`.
+
+What the checkpoint of a resumed run has counts, unless ``accept_changes`` names it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import date
 from typing import Any, Literal
 
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.objectives.estimators.base import step_of
-from torchrl_llm.runs.config import ConfigError, RunConfig
+from torchrl_llm.rendering import ChatTemplateError, Renderer
+from torchrl_llm.runs.config import RunConfig
 from torchrl_llm.runs.loss_settings import LOSSES
-from torchrl_llm.utils.options import options_of
+from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.utils.options import ConfigError, options_of
+
+
+def with_num_envs(config: RunConfig, saved: Mapping[str, Any] | None, distributed: Distributed) -> RunConfig:
+    """The settings with a number of ``num_envs``: the given one, that of the checkpoint ``saved``,
+    or the default."""
+    if config.num_envs is not None:
+        return config
+    known = None if saved is None or "num_envs" in config.accept_changes else saved.get("num_envs")
+    return replace(config, num_envs=known or config.default_num_envs(distributed.world_size))
+
+
+def with_template_date(
+    config: RunConfig, saved: Mapping[str, Any] | None, tokenizer: Any, distributed: Distributed
+) -> RunConfig:
+    """The settings with a ``template_date``, the same on all ranks, if the chat template shows one.
+
+    A given day counts. Else a resumed run takes the day that it was saved with, unless
+    ``accept_changes`` names it. Else it is today.
+
+    Args:
+        config: the settings.
+        saved: those of the checkpoint that the run continues; ``None``: it is new.
+        tokenizer: has the chat template.
+        distributed: the training processes.
+
+    Raises:
+        ConfigError: a day is given, and the template shows none.
+    """
+    if not _shows_date(config, tokenizer):
+        if config.template_date is not None:
+            raise ConfigError(
+                f"template_date={config.template_date!r} does nothing: the chat template shows no date. Leave it out."
+            )
+        return config
+    if config.template_date is not None:
+        return config
+    known = None if saved is None or "template_date" in config.accept_changes else saved.get("template_date")
+    # The first rank's: midnight may lie between two processes.
+    return replace(config, template_date=known or distributed.all_gather([date.today().isoformat()])[0])
+
+
+def _shows_date(config: RunConfig, tokenizer: Any) -> bool:
+    if config.template == "raw":
+        return False
+    try:
+        kwargs = config.chat_template_kwargs
+        return Renderer(tokenizer, system_prompt=config.system_prompt, chat_template_kwargs=kwargs).shows_date()
+    except ChatTemplateError:  # the environment says so, if it uses the template
+        return False
 
 
 def with_granularity(config: RunConfig, saved: Mapping[str, Any] | None, env: GEMEnv) -> RunConfig:
