@@ -18,7 +18,7 @@ USUAL  := not real and not families and not templates and not tune
 # what a run computes on its device: the update, its precision, its bound on the KL, and what a loss keeps. The others, mostly about
 # files, settings and processes, run with PRETENDED="tests/trainers tests/runs".
 BLOCKS := tests/test_docs.py::TestPythonBlocks::test_blocks_of_a_page_run_and_assert_what_they_show
-PRETENDED ?= tests/modules tests/collectors $(patsubst %,tests/trainers/test_%.py,update numerics trust_region loss_state) tests/examples/test_examples.py tests/examples/test_reasoning.py \
+PRETENDED ?= tests/modules tests/collectors $(patsubst %,tests/trainers/test_%.py,update numerics trust_region) tests/runs/test_loss_state.py tests/examples/test_examples.py tests/examples/test_reasoning.py \
 	"$(BLOCKS)[README.md]" "$(BLOCKS)[quickstart.md]" "$(BLOCKS)[multiturn.md]"
 MODEL  ?= tiny
 ALGO   ?= $(if $(filter smollm2,$(MODEL)),LLMREINFORCE,LLMPPO)

@@ -124,10 +124,10 @@ PACKAGES = {
     "collectors": (),
     "weight_update": (),
     "metrics": ("health", "rollouts"),
-    "trainers": ("base", "finite", "saving", "states", "trust_region", "update"),
+    "trainers": (),
     "runs": (
-        *("effective_settings", "outputs", "pieces", "recorded_groups", "recording", "resume", "run_files", "run_folder", "run_info"),
-        *("saved", "smollm2"),
+        *("effective_settings", "finite", "loss_state", "outputs", "pieces", "recorded_groups", "recording", "resume", "run_files"),
+        *("run_folder", "run_info", "saved", "smollm2", "states"),
     ),
     "tuning": (),
     "report": ("curves", "episodes"),

@@ -3,27 +3,30 @@
     python examples/custom_loop.py
 
 Collector and replay buffer are TorchRL's own. The environment's finished slots idle until every
-slot is done, so one batch holds exactly NUM_ENVS episodes, all sampled by the same weights.
+slot is done, so one batch holds exactly NUM_ENVS episodes, all sampled by the same weights. The
+parts of an update are those of LLMTrainer.
 """
 
 import argparse
 
 import torch
+from accelerate import Accelerator
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_llm import keys
-from torchrl_llm.data import TurnsToSequence, micro_batches
+from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, enable_prefix_sharing
-from torchrl_llm.objectives import LLMReinforceLoss, clipped_step, total, write_loss_weights
+from torchrl_llm.objectives import LLMReinforceLoss
 from torchrl_llm.testing.tiny import tiny_model_path
+from torchrl_llm.trainers import Credit, Distributed, TrainerConfig, TrustRegion, Update
 
 NUM_ENVS = 128
 MAX_TURNS = 4
 EPOCHS = 2
-MAX_TOKENS = 16_384
+TARGET_KL = 0.05
 
 
 def main(iterations: int = 100, lr: float = 1e-3, seed: int = 0) -> list[float]:
@@ -60,23 +63,29 @@ def main(iterations: int = 100, lr: float = 1e-3, seed: int = 0) -> list[float]:
     )
 
     # Learn: score the action tokens in one forward, in which what rows share (the rules of the
-    # game, equal turns) is computed once; weight them by the normalized return of their turn.
+    # game, equal turns) is computed once; weight them by the normalized return of their turn. The
+    # small model trains on the CPU.
     scorer = TokenScorer(model, sampling, prefixes=enable_prefix_sharing(model))
     loss = LLMReinforceLoss(scorer, gamma=0.9, kl_coeff=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    here = Distributed.of(Accelerator(cpu=True))
+    credit = Credit(loss, distributed=here)
+    update = Update(loss, optimizer, here, config=TrainerConfig(max_grad_norm=1.0, max_tokens=16_384))
 
     win_rates = []
     try:
         for iteration, turns in enumerate(collector):
             buffer.extend(turns)
-            batch = buffer[:]
+            batch = credit(buffer[:])
             buffer.empty()
-            loss.value_estimator(batch)
-            write_loss_weights(batch, loss)
+            # update(batch), with epochs, minibatch_size and target_kl in its TrainerConfig, does
+            # this too.
+            region = TrustRegion(loss, optimizer, batch, TARGET_KL, distributed=here)
             for _ in range(EPOCHS):
-                for part in micro_batches(batch, MAX_TOKENS, scorer.prefix_cost):
-                    total(loss(part)).backward()
-                clipped_step(optimizer, max_norm=1.0)
+                update.accumulate(update.micro_batches(batch))
+                update.step(region)
+                if region.settle(None):
+                    break  # the step was shortened to the target
             policy.weights_changed()
             win_rates.append(batch[keys.TURN_SUCCESS].any(-1).float().mean().item())
             print(f"iteration {iteration:3d}  episodes {len(batch)}  win rate {win_rates[-1]:.3f}", flush=True)

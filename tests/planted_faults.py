@@ -79,22 +79,22 @@ FAULTS = {
         "tests/objectives/test_losses.py",
     ),
     "a long step is kept": Fault(
-        "trainers/trust_region.py",
+        "trainers/update.py",
         "share = 1.0 if self._kl <= self.target else self._shorten()",
         "share = 1.0",
         "tests/trainers/test_trust_region.py",
     ),
     "a step is measured on the next minibatch alone": Fault(
-        "trainers/trust_region.py",
+        "trainers/update.py",
         "        self._kl = self.kl()\n        # Not",
         "        self._kl = kl.item() if kl is not None else 0.0\n        # Not",
         "tests/trainers/test_trust_region.py",
     ),
     "the bound is on each step and not on the update": Fault(
-        "trainers/trust_region.py",
+        "trainers/update.py",
         "        self._open += 1\n",
         "        self._open += 1\n"
-        "        self._old = data.apply_in_micro_batches(self.run.loss.actor_network, self._rows.copy(), 10**6)[keys.LOG_PROB]\n",
+        "        self._old = data.apply_in_micro_batches(self._actor, self._rows.copy(), 10**6)[keys.LOG_PROB]\n",
         "tests/trainers/test_trust_region.py",
     ),
     "the entropy bonus has no bound": Fault(
@@ -179,8 +179,8 @@ FAULTS = {
     ),
     "a resume forgets the random generators": Fault(
         "runs/checkpoint.py",
-        'states = {**components, **shared, "rng": GlobalRNGState(), "trainer": trainer}',
-        'states = {**components, **shared, "trainer": trainer}',
+        'states = {**self.components, **shared, "rng": GlobalRNGState(), "trainer": trainer}',
+        'states = {**self.components, **shared, "trainer": trainer}',
         "tests/runs/test_checkpoint.py",
     ),
     "files of others are deleted with a checkpoint": Fault(
@@ -227,7 +227,7 @@ FAULTS = {
     ),
     "autocast is that of the host": Fault(
         "trainers/update.py",
-        "with self.run.accelerator.autocast():",
+        "with self.distributed.accelerator.autocast():",
         'with torch.autocast("cpu", dtype=torch.bfloat16):',
         "tests/gpu_laws/test_laws.py",
     ),

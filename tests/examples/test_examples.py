@@ -12,10 +12,12 @@ import pytest
 import torch
 from tensordict.nn import TensorDictModule
 
+from torchrl_llm.data import nonzero_variance
 from torchrl_llm.report.run_report import RunReport
 from torchrl_llm.runs import build_run, parse_run_config
 from torchrl_llm.runs.table import read_metrics
 from torchrl_llm.testing.tiny import load_tiny_model
+from torchrl_llm.trainers import update
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES, CONFIGS = ROOT / "examples", ROOT / "examples" / "configs"
@@ -43,17 +45,17 @@ def keep_models(script, monkeypatch) -> list:
     return kept
 
 
-def break_first_gradient(script, monkeypatch) -> None:
-    """The first loss of the script has a gradient of NaN: the derivative of the root at 0 is
+def break_first_gradient(monkeypatch) -> None:
+    """The first loss of an update has a gradient of NaN: the derivative of the root at 0 is
     infinite, times 0."""
-    calls, total = [], script.total
+    calls, total = [], update.total
 
     def broken(losses):
         calls.append(losses)
         loss = total(losses)
         return loss + 0.0 * (loss * 0.0).sqrt() if len(calls) == 1 else loss
 
-    monkeypatch.setattr(script, "total", broken)
+    monkeypatch.setattr(update, "total", broken)
 
 
 def finite(model) -> bool:
@@ -117,8 +119,8 @@ class TestCustomLoop:
         assert len(source.splitlines()) <= 200
         imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
         modules = {node.module for node in imports}
-        assert not [module for module in modules if "trainers" in module]
         assert {"torchrl.collectors", "torchrl.data"} <= modules
+        assert "LLMTrainer" not in {alias.name for node in imports for alias in node.names}
 
     def test_runs(self, monkeypatch):
         script = load(EXAMPLES / "custom_loop.py")
@@ -126,6 +128,15 @@ class TestCustomLoop:
         models = keep_models(script, monkeypatch)
         assert len(script.main(iterations=2)) == 2
         assert trained(models[0])
+
+    def test_ends_an_update_at_its_target(self, monkeypatch):
+        script, steps, step = load(EXAMPLES / "custom_loop.py"), [], update.Update.step
+        monkeypatch.setattr(script, "NUM_ENVS", 16)
+        monkeypatch.setattr(update.Update, "step", lambda *given: (steps.append(given), step(*given))[1])
+        for target in (1e-9, 1e9):
+            monkeypatch.setattr(script, "TARGET_KL", target)
+            script.main(iterations=2)
+        assert len(steps) == 2 + 2 * script.EPOCHS
 
     @pytest.mark.extra
     def test_learns(self):
@@ -185,17 +196,27 @@ def test_a_gradient_that_is_not_finite_takes_no_step(name, size, monkeypatch, ca
     script = load(EXAMPLES / name)
     monkeypatch.setattr(script, size, 16)
     models = keep_models(script, monkeypatch)
-    break_first_gradient(script, monkeypatch)
+    break_first_gradient(monkeypatch)
     script.main(iterations=1)
     assert finite(models[0])
     assert trained(models[0])
-    assert caplog.text.count("an optimizer step is left out") == 1
+    assert caplog.text.count("an optimizer step is skipped") == 1
 
 
 class TestTorchRLTrainer:
-    def test_runs(self, monkeypatch):
-        script = load(EXAMPLES / "torchrl_trainer.py")
+    def test_learns_within_the_target_from_groups_that_differ(self, monkeypatch):
+        script, learned, call = load(EXAMPLES / "torchrl_trainer.py"), [], update.Update.__call__
+
+        def recorded(self, rows):
+            metrics = call(self, rows)
+            learned.append((nonzero_variance(rows), metrics))
+            return metrics
+
+        monkeypatch.setattr(update.Update, "__call__", recorded)
         monkeypatch.setattr(script, "CONVERSATIONS", 16)
         models = keep_models(script, monkeypatch)
-        assert len(script.main(iterations=2)) == 2
+        assert len(script.main(iterations=2, lr=0.03)) == len(learned) >= 2
         assert trained(models[0])
+        assert all(chosen.all() for chosen, _ in learned)
+        assert max(metrics["policy/kl_update"] for _, metrics in learned) <= 0.05
+        assert min(metrics["optim/step_share"] for _, metrics in learned) < 1

@@ -9,8 +9,8 @@ import torch.multiprocessing as mp
 from conversations import LAYOUT, close, make_rows
 
 from torchrl_llm import keys
+from torchrl_llm.data import zero_weight_rows
 from torchrl_llm.objectives import GroupRelative, NoCredit, ReBN, RoleRelative, TurnGAE, TurnVine
-from torchrl_llm.trainers.distributed import zero_weight_rows
 
 ESTIMATORS = {
     "rebn": ReBN,

@@ -6,10 +6,10 @@ import torch
 from recorded_runs import made_rows
 
 from torchrl_llm import keys
+from torchrl_llm.collectors.stock import StockCollector
 from torchrl_llm.runs import RolloutRecorder
 from torchrl_llm.runs.recording import read_recording
 from torchrl_llm.testing.tiny import load_tiny_tokenizer
-from torchrl_llm.trainers.base import StockCollector
 
 
 class Run:

@@ -203,7 +203,7 @@ def choose(out):
     if run.trainer.distributed.is_main:
         rows[keys.TURN_REWARD][:, 0] = torch.arange(len(rows)) % 2
     run.trainer.scorer.score_for_credit(rows)
-    chosen = run.trainer.scorer.choose(rows, run.trainer.scorer.batch_size(rows))
+    chosen = run.trainer.scorer.choose(rows, run.trainer.batch_size(rows))
     run.close()
     return len(chosen)
 

@@ -467,10 +467,10 @@ class TestConfigChanges:
 
 PHASES = {
     "rollout": ("torchrl_llm.modules.hf", "HFPolicy", "generate", 8),
-    "update": ("torchrl_llm.trainers.update", "Updater", "step", 6),
+    "update": ("torchrl_llm.trainers.update", "Update", "step", 6),
     "evaluation": ("torchrl_llm.envs.env", "GEMEnv", "_step", 12),
-    "logging": ("torchrl_llm.trainers.saving", "RunSaver", "save_if_due", 2),
-    "saving": ("torchrl_llm.trainers.states", "State", "save", 8),
+    "logging": ("torchrl_llm.trainers.trainer", "LLMTrainer", "save_if_due", 2),
+    "saving": ("torchrl_llm.runs.states", "State", "save", 8),
     "publishing": ("torchrl.checkpoint", "CheckpointRotation", "prune", 2),
 }
 """Where a run is killed: module, class and method that is called then, and before how many of its

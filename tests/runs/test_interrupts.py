@@ -250,7 +250,7 @@ class TestTrainer:
         with pytest.raises(Interrupted):
             run.trainer.train()
         killed = build_run(self.config(tmp_path, 0, resume=True))
-        killed.trainer.saver.save_if_due = None
+        killed.trainer.save_if_due = None
         with pytest.raises(TypeError):
             killed.trainer.train()
         build_run(self.config(tmp_path, 0, resume=True)).trainer.train()

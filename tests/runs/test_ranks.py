@@ -27,8 +27,8 @@ from torchrl_llm import keys
 from torchrl_llm.runs import ConfigError, RunConfig
 from torchrl_llm.runs.build import check_sharding
 from torchrl_llm.runs.checkpoint_files import verify
-from torchrl_llm.trainers.fsdp import check_plugin
-from torchrl_llm.trainers.states import sampled_further
+from torchrl_llm.runs.states import sampled_further
+from torchrl_llm.utils.accelerated import check_plugin
 
 SCRIPT = Path(__file__).with_name("ranks_run.py")
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"

@@ -7,8 +7,7 @@ from small_runs import one_batch, small_config
 
 from torchrl_llm.runs import ConfigError, RunConfig, build_run
 from torchrl_llm.runs.device import make_numerics, mixed_precision
-from torchrl_llm.trainers import Callback
-from torchrl_llm.trainers.numerics import Numerics
+from torchrl_llm.trainers import Callback, Numerics
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

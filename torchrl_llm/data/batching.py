@@ -16,6 +16,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm import keys
+from torchrl_llm.envs.tasks import TaskSpec
 from torchrl_llm.modules.prefixes import PrefixCost, SortedRows, pack_rows
 
 
@@ -145,6 +146,51 @@ def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
     sizes = [row_sizes(batch) for batch in batches]
     width, num_turns = map(max, zip(*sizes, strict=True))
     return TensorDict.cat([pad_rows(batch, width, num_turns) for batch in batches])
+
+
+def zero_weight_rows(rows: TensorDictBase) -> TensorDictBase:
+    """A copy of rows without any action, and so without weight in any sum.
+
+    A rank without data runs them, so that collectives stay in step.
+
+    Args:
+        rows: ``[B]``, with ``"turn_ids"`` and ``("turn", "mask")``.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> turn = dict(mask=torch.tensor([[True]]), reward=torch.ones(1, 1))
+        >>> empty = zero_weight_rows(TensorDict(turn=turn, turn_ids=torch.zeros(1, 3).long(), batch_size=[1]))
+        >>> empty["turn_ids"].tolist(), empty["turn", "mask"].tolist(), empty["turn", "reward"].tolist()
+        ([[-1, -1, -1]], [[False]], [[0.0]])
+    """
+    empty = rows.clone()
+    empty[keys.TURN_IDS] = torch.full_like(empty[keys.TURN_IDS], -1)
+    for key in (keys.TURN_MASK, keys.TURN_REWARD):
+        empty[key] = torch.zeros_like(empty[key])
+    return empty
+
+
+def with_missing(collected: TensorDictBase, wanted: Sequence[TaskSpec], any_row: TensorDictBase) -> TensorDictBase:
+    """Rows of all tasks ``wanted``; a task that failed at its reset has a row without a turn.
+
+    Args:
+        collected: ``[n]``, with the ids of their tasks.
+        wanted: ``N`` tasks, n of them those of ``collected``.
+        any_row: ``[1]`` or more, whose keys and shapes the new rows have.
+
+    Returns:
+        ``[N]``: those collected, then the others.
+    """
+    known = set(collected[keys.EPISODE_ID].tolist())
+    missing = [task_spec for task_spec in wanted if task_spec.episode_id not in known]
+    if not missing:
+        return collected
+    empty = zero_weight_rows(any_row[[0] * len(missing)])
+    for i, name in enumerate((keys.EPISODE_ID, keys.GROUP_ID, keys.ENV_ID)):
+        empty[name] = torch.tensor([task_spec[i] for task_spec in missing], device=collected.device)
+    # The task was never seen. A seed is as good as its id, because no other task has it.
+    empty[keys.TASK_ID] = torch.tensor([task_spec.seed for task_spec in missing], device=collected.device)
+    return cat_rows([collected, empty])
 
 
 def row_sizes(rows: TensorDictBase) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 
 class SeenTasks:
@@ -57,3 +58,16 @@ class SeenTasks:
         if len(self) >= self.limit:
             tasks = tasks[tasks <= self.tasks[-1]]
         return float(np.isin(tasks, self.tasks).mean()) if len(tasks) else float("nan")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a trainer's state has of its tasks: ``"seen_tasks"``, int64, and
+        ``"seen_tasks_complete"``."""
+        return {"seen_tasks": torch.from_numpy(self.tasks.copy()), "seen_tasks_complete": self.complete}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the tasks from a trainer's state, also from one of an earlier version, which did
+        not say whether they are all."""
+        if "seen_tasks" in state_dict:
+            self.tasks = state_dict["seen_tasks"].numpy()
+        # It had none only where the rows did not say their tasks: every other run trains on some.
+        self.complete = state_dict.get("seen_tasks_complete", bool(len(self)) or state_dict.get("iteration") == 0)

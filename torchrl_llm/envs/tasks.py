@@ -305,6 +305,25 @@ def _task_spec(task_sampler: TaskSampler, shares: tuple[float, ...] | None, inde
 # ---------------------------------------- what tells tasks apart
 
 
+class ChosenTasks:
+    """A task sampler of chosen tasks, each a group of its own.
+
+    Args:
+        task_sampler: of all tasks.
+        first: indices of the chosen tasks.
+        others: indices of the tasks that replace those that failed at a reset.
+    """
+
+    group_size = 1
+
+    def __init__(self, task_sampler: TaskSampler, first: Sequence[int], others: Sequence[int]) -> None:
+        self.task_sampler, self.first, self.others = task_sampler, first, others
+
+    def __getitem__(self, index: int) -> TaskSpec:
+        late = index - len(self.first)
+        return self.task_sampler[self.others[late] if late >= 0 else self.first[index]]
+
+
 class TaskIdentity(NamedTuple):
     """What tells a task apart from others.
 

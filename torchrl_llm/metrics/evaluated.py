@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_llm import keys
+from torchrl_llm.envs.rules import rules_of
+from torchrl_llm.envs.seen_tasks import SeenTasks
+from torchrl_llm.envs.slots import FAILED
+from torchrl_llm.envs.tasks import TaskSpec
+from torchrl_llm.metrics.rollouts import rollout_metrics, success_interval
+from torchrl_llm.utils.fingerprint import fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,3 +88,81 @@ class Evaluation:
         values = {name: getattr(self, name) for name in names} | {"success_low": low, "success_high": high}
         values |= self.environments
         return {f"{prefix}/{name}": float(value) for name, value in values.items() if value is not None}
+
+
+def summarize(
+    collected: TensorDictBase,
+    expected: TensorDictBase,
+    wanted: Sequence[TaskSpec],
+    *,
+    env: Any,
+    opponent: Any = None,
+    seen_tasks: SeenTasks | None = None,
+    texts: Mapping[int, str] = MappingProxyType({}),
+) -> Evaluation:
+    """The result of an evaluation.
+
+    Args:
+        collected: ``[n]``, the episodes.
+        expected: ``[N]``, the same and a row without a turn for each that failed at its reset.
+        wanted: the tasks of all, in their order.
+        env: the environment, of which names and rules are read.
+        opponent: has the other seats of games; default ``None``: nobody.
+        seen_tasks: the tasks of training; default ``None``: :attr:`Evaluation.task_overlap` stays
+            unknown.
+        texts: :attr:`Evaluation.texts`.
+    """
+    metrics = rollout_metrics(expected, env.names)
+    won = _won(expected)
+    failed = torch.isin(collected[keys.TURN_STOP_REASON], torch.tensor(FAILED, device=collected.device))
+    tasks = expected[keys.TASK_ID]
+    return Evaluation(
+        episodes=len(expected),
+        success=won.double().mean().item(),
+        success_ci95=success_interval(won, tasks),
+        reward=metrics["rollout/reward"],
+        turns=metrics["rollout/turns"],
+        response_length=metrics["rollout/response_length"],
+        penalized=metrics["rollout/penalized"],
+        faults=int((failed & collected[keys.TURN_MASK]).any(-1).sum()) + len(expected) - len(collected),
+        tasks=len(tasks.unique()),
+        task_overlap=None if seen_tasks is None or math.isnan(share := seen_tasks.overlap(tasks.cpu())) else share,
+        environments={name.removeprefix("rollout/"): value for name, value in metrics.items() if name.count("/") > 1},
+        outcomes=_outcomes(collected, wanted),
+        task_digest=_task_digest(env, opponent, wanted),
+        beginnings=_beginnings(collected, wanted),
+        rows=collected,
+        texts=dict(texts),
+    )
+
+
+def _won(rows: TensorDictBase) -> Tensor:
+    return rows[keys.TURN_SUCCESS].logical_and(rows[keys.TURN_MASK]).any(-1)
+
+
+def _outcomes(collected: TensorDictBase, wanted: Sequence[TaskSpec]) -> str:
+    """:attr:`Evaluation.outcomes`: one character a task, so that a file that keeps them stays
+    small."""
+    won = set(collected[keys.EPISODE_ID][_won(collected)].tolist())
+    return "".join("1" if task_spec.episode_id in won else "0" for task_spec in wanted)
+
+
+def _task_digest(env: Any, opponent: Any, wanted: Sequence[TaskSpec]) -> str:
+    """:attr:`Evaluation.task_digest`."""
+    # Not the ids of what was played: a task whose reset failed in one of two evaluations has none
+    # there.
+    tasks = [(env.names[task_spec.env_id], *task_spec) for task_spec in wanted]
+    return fingerprint((rules_of(env), opponent, tasks))
+
+
+def _beginnings(collected: TensorDictBase, wanted: Sequence[TaskSpec]) -> str:
+    """:attr:`Evaluation.beginnings`."""
+    acts = collected[keys.TURN_IDS] >= 0
+    first = collected[keys.ATTENTION_MASK] & (acts.cumsum(-1) == 0)
+    known = zip(*(collected[name].tolist() for name in (keys.EPISODE_ID, keys.TASK_ID)), strict=True)
+    contexts = zip(known, collected[keys.TOKENS].cpu(), first.cpu(), strict=True)
+    hashes = {
+        episode: blake2b(repr((task, tokens[mask].tolist())).encode(), digest_size=4).hexdigest()
+        for (episode, task), tokens, mask in contexts
+    }
+    return "".join(hashes.get(task_spec.episode_id, "-" * 8) for task_spec in wanted)

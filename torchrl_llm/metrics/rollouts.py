@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -270,6 +271,26 @@ def named(metric: str) -> bool:
     statistic, _, environment = rest.partition("/")
     shared = phase in ("rollout", "evaluation", "evaluation_greedy") and statistic in PER_ENVIRONMENT
     return metric in METRICS or (shared and environment != "")
+
+
+def checked_metrics(metrics: Mapping[str, Any], *, source: str = "evaluator") -> dict[str, float]:
+    """The metrics of an evaluator, or of what else is the ``source``, as loggers and checkpoints
+    take them.
+
+    Raises:
+        ValueError: a name is that of a metric of training.
+        TypeError: a value is no number.
+    """
+    taken = sorted(name for name in metrics if named(name) and not name.startswith("evaluation"))
+    if taken:
+        raise ValueError(f"The {source} returned {taken}, which are metrics of training: give them names of their own.")
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name!r} is {value!r}; expected a number, for it is a metric of the {source}.") from error
+    return numbers
 
 
 def rollout_metrics(rows: TensorDictBase, env_names: Sequence[str] = ()) -> dict[str, float]:

@@ -1,10 +1,14 @@
-"""What a loss of one's own must return: :func:`check_objective`."""
+"""What a loss of one's own must return: :func:`check_objective`; which rewards an estimator takes:
+:func:`wrong_penalty`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+
+from torchrl_llm.objectives.estimators import ImitationWeights, TurnEstimator
 
 
 def check_objective(name: str, objective: Any, log_ratio: Tensor) -> Tensor:
@@ -40,3 +44,30 @@ def check_objective(name: str, objective: Any, log_ratio: Tensor) -> Tensor:
             "rounded to whole numbers."
         )
     return objective
+
+
+def wrong_penalty(coeff: float, estimator: Any) -> Iterator[str]:
+    """What is wrong with an ``overlong_penalty``, which makes rewards smaller, for an estimator,
+    and what to do.
+
+    Args:
+        coeff: the setting.
+        estimator: of the run.
+
+    Examples:
+        >>> from torchrl_llm.objectives import GroupRelative
+        >>> next(wrong_penalty(0.5, GroupRelative(scale="mean")))
+        'overlong_penalty=0.5 makes returns negative, which scale="mean" does not take: leave one of them out.'
+    """
+    if not coeff or not isinstance(estimator, TurnEstimator):
+        return
+    if not estimator.reads_rewards:
+        yield (
+            f"overlong_penalty={coeff} does nothing with {type(estimator).__name__}, which does not look at rewards here: leave it out, "
+            'or choose another estimator (SFT: imitate="return" or min_return).'
+        )
+    elif (option := estimator.needs_nonnegative_rewards) is not None:
+        other = " (or set min_return=0)" if isinstance(estimator, ImitationWeights) else ""
+        yield (
+            f"overlong_penalty={coeff} makes returns negative, which {option} does not take: leave one of them out{other}."
+        )

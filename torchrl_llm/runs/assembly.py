@@ -18,6 +18,7 @@ from torchrl.data import ReplayBuffer
 from torchrl_llm.collectors import EpisodeCollector
 from torchrl_llm.envs import GEMEnv, SeenTasks
 from torchrl_llm.modules import ActorCritic, TurnPolicy, VLLMPolicy
+from torchrl_llm.modules.kernels import Numerics
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.runs import build, table
@@ -28,6 +29,7 @@ from torchrl_llm.runs.device import make_accelerator, make_numerics
 from torchrl_llm.runs.effective_settings import python_settings
 from torchrl_llm.runs.engines import start_engine
 from torchrl_llm.runs.identity import names_of_parts
+from torchrl_llm.runs.loss_state import LossState
 from torchrl_llm.runs.memory import with_max_tokens
 from torchrl_llm.runs.opponents import make_opponent
 from torchrl_llm.runs.recorder import RolloutRecorder
@@ -37,13 +39,12 @@ from torchrl_llm.runs.run_folder import RunFolder
 from torchrl_llm.runs.run_info import run_info
 from torchrl_llm.runs.settled import with_granularity, with_num_envs, with_template_date
 from torchrl_llm.runs.sources import check_length
-from torchrl_llm.runs.teacher import check_teacher, load_teacher
+from torchrl_llm.runs.teacher import RefreshReference, check_teacher, load_teacher
 from torchrl_llm.runs.trackers import MetricsTable
 from torchrl_llm.runs.trained_tasks import tasks_of_weights
 from torchrl_llm.runs.wrong_settings import missing_extras
-from torchrl_llm.trainers.callbacks import Callback, HealthWatch, ProgressBar, RefreshReference
+from torchrl_llm.trainers.callbacks import Callback, HealthWatch, ProgressBar
 from torchrl_llm.trainers.distributed import Distributed
-from torchrl_llm.trainers.numerics import Numerics
 from torchrl_llm.trainers.trainer import LLMTrainer
 from torchrl_llm.utils.optional import running_ray
 from torchrl_llm.utils.options import ConfigError
@@ -264,6 +265,7 @@ def make_watchers(
     config: RunConfig, place: Place, tokenizer: Any, networks: Networks, loss: TurnPolicyLoss, given: Given
 ) -> Watchers:
     """Checkpoints and callbacks. Nothing is written before training begins."""
+    loss_state = LossState(loss, place.distributed)
     checkpoints = CheckpointStore(
         place.folder.checkpoints.directory,
         models=networks.models,
@@ -273,14 +275,16 @@ def make_watchers(
         on_save=place.folder.settle,
         python_parts=given.names(),
         components=given.components,
+        loss_state=loss_state,
     )
     from_python = python_settings(
         env=given.env, make_env=given.make_env, make_loss=given.make_loss, callbacks=[*given.callbacks]
     )
     path = None if place.start is None else place.start.path
     opening = Opening(config, place.folder, path, run_info(config, loss, from_python))
-    # First: it locks and prepares the folder before another callback writes there.
-    callbacks: list[Callback] = [opening]
+    # The folder is locked and prepared before another callback writes there, and only for a run
+    # that can be saved.
+    callbacks: list[Callback] = [loss_state, opening]
     if place.distributed.is_main:
         callbacks += [MetricsTable(config.output_dir / table.FILE), HealthWatch(teacher=config.teacher is not None)]
     recorder = _make_recorder(config, tokenizer)

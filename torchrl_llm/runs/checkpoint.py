@@ -32,11 +32,11 @@ from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation, 
 
 from torchrl_llm.modules import ActorCritic
 from torchrl_llm.runs import checkpoint_files as files
+from torchrl_llm.runs.finite import check_finite, not_finite
 from torchrl_llm.runs.identity import environment, git_revision
-from torchrl_llm.trainers.base import TrainerBase
-from torchrl_llm.trainers.finite import check_finite, not_finite
-from torchrl_llm.trainers.loss_state import LossState
-from torchrl_llm.trainers.states import Collectors, Optimizer, states_of
+from torchrl_llm.runs.loss_state import LossState
+from torchrl_llm.runs.states import Collectors, Optimizer, states_of
+from torchrl_llm.trainers import LLMTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class CheckpointStore:
         components: further parts of the run, by name, saved and loaded by their ``state_dict`` and
             ``load_state_dict`` (tensors, numbers, text; on several processes the state of the first
             one).
+        loss_state: what loss and estimator keep; needed where ``models`` are.
 
     Raises:
         ValueError: a component has the name of one of the run's own.
@@ -105,6 +106,7 @@ class CheckpointStore:
         on_save: Callable[[], None] | None = None,
         python_parts: Mapping[str, str] = MappingProxyType({}),
         components: Mapping[str, Any] | None = None,
+        loss_state: LossState | None = None,
     ) -> None:
         git_revision()  # read now, and remembered: the first save may come hours later
         self.components = dict(components or {})
@@ -112,6 +114,7 @@ class CheckpointStore:
             raise ValueError(f"A component is called {taken[0]!r}; every run has one of that name. Choose another.")
         self.on_save, self.python_parts = on_save, dict(python_parts)
         self.models: Any = models
+        self.loss_state: Any = loss_state
         self.tokenizer, self.config = tokenizer, dict(config or {})
         self.rotation = _Rotation(directory, keep_last=keep_last, keep_best=(files.SUCCESS, "max"))
         self.directory = self.rotation.directory
@@ -168,7 +171,7 @@ class CheckpointStore:
         """The one with the highest success rate in the evaluation of its iteration."""
         return self.rotation.best()
 
-    def save(self, trainer: TrainerBase, metrics: Mapping[str, float], *, early: bool = False) -> Path:
+    def save(self, trainer: LLMTrainer, metrics: Mapping[str, float], *, early: bool = False) -> Path:
         """Save the run at the end of an iteration, and delete what is neither among the newest nor
         the best.
 
@@ -226,7 +229,7 @@ class CheckpointStore:
         self._link("best", best)
 
     def save_to(
-        self, path: str | Path, trainer: TrainerBase, *, lora_only: bool = True, save_optimizer: bool = True
+        self, path: str | Path, trainer: LLMTrainer, *, lora_only: bool = True, save_optimizer: bool = True
     ) -> Path:
         """Save to a folder of the caller's choice; see
         :meth:`torchrl_llm.runs.Run.save_checkpoint`."""
@@ -245,7 +248,7 @@ class CheckpointStore:
     @contextmanager
     def _writing(
         self,
-        trainer: TrainerBase,
+        trainer: LLMTrainer,
         metrics: Mapping[str, float],
         *,
         components: Collection[str] | None = None,
@@ -261,7 +264,7 @@ class CheckpointStore:
             merged: add the actor as one whole model.
         """
         check_finite(trainer)
-        shared = _shared(trainer)
+        shared = self._shared(trainer)
         # On all ranks, before the first one writes alone: a collective within its save would wait
         # for ever.
         for part in shared.values():
@@ -278,7 +281,7 @@ class CheckpointStore:
 
         def write(root: Path) -> None:
             # The weights lie beside TorchRL's files, where PEFT and transformers look.
-            states = _states(trainer, shared, self.components)
+            states = self._states(trainer, shared)
             if not shared["loss_state"].state_dict():
                 del states["loss_state"]
             states_of(**states).save(root, components=components, metadata=metadata)
@@ -291,7 +294,7 @@ class CheckpointStore:
         with trainer.distributed.full_state_on_cpu():
             yield write
 
-    def resume(self, trainer: TrainerBase, path: str | Path, manifest: dict[str, Any] | None = None) -> dict[str, Any]:
+    def resume(self, trainer: LLMTrainer, path: str | Path, manifest: dict[str, Any] | None = None) -> dict[str, Any]:
         """Put ``trainer`` where it was when ``path`` was saved.
 
         Args:
@@ -317,7 +320,7 @@ class CheckpointStore:
                 raise CheckpointError(f"The weights of {path} cannot be loaded: {error}") from error
             # After the weights: reading those may draw random numbers, and the generators must be
             # as they were saved.
-            _load_states(trainer, self.components, path, manifest["components"])
+            self._load_states(trainer, path, manifest["components"])
         said = {name: manifest["metadata"][name] for name in ("iteration", "steps")}
         found = {"iteration": trainer.iteration, "steps": trainer.steps}
         if said != found:
@@ -327,6 +330,27 @@ class CheckpointStore:
                 f"{path} holds {' and '.join(wrong)} that are NaN or infinite. {self._offer(Path(path))}"
             )
         return manifest
+
+    def _shared(self, trainer: LLMTrainer) -> dict[str, Any]:
+        """The components of a checkpoint that every rank holds a part of."""
+        distributed = trainer.distributed
+        collectors = Collectors(trainer.collector, distributed, trainer.collector_state)
+        optimizer = Optimizer(trainer.optimizer, distributed)
+        return {"collector": collectors, "optimizer": optimizer, "loss_state": self.loss_state}
+
+    def _states(self, trainer: LLMTrainer, shared: Mapping[str, Any]) -> dict[str, Any]:
+        states = {**self.components, **shared, "rng": GlobalRNGState(), "trainer": trainer}
+        if (scaler := trainer.accelerator.scaler) is not None:
+            states["scaler"] = scaler
+        return states
+
+    def _load_states(self, trainer: LLMTrainer, path: str | Path, saved: Collection[str]) -> None:
+        """Load all components; a loss's state, and a loss scale, only where the checkpoint has
+        one."""
+        states = self._states(trainer, self._shared(trainer))
+        states_of(**{name: states[name] for name in states if name in saved or name not in _OPTIONAL}).load(path)
+        if "loss_state" not in saved:  # of a loss without any, or of an earlier version
+            self.loss_state.load_state_dict({})
 
     def verify(self, path: str | Path) -> dict[str, Any]:
         """:func:`verify`; the error offers the newest other checkpoint that is whole."""
@@ -389,26 +413,3 @@ class CheckpointStore:
                     continue
                 return f"{path} is whole: resume from it with resume_from={str(path)!r}."
         return "There is no other whole checkpoint."
-
-
-def _shared(trainer: TrainerBase) -> dict[str, Any]:
-    """The components of a checkpoint that every rank holds a part of."""
-    distributed = trainer.distributed
-    collectors = Collectors(trainer.collector, distributed, trainer.collector_state)
-    optimizer = Optimizer(trainer.optimizer, distributed)
-    return {"collector": collectors, "optimizer": optimizer, "loss_state": LossState(trainer)}
-
-
-def _states(trainer: TrainerBase, shared: Mapping[str, Any], components: Mapping[str, Any]) -> dict[str, Any]:
-    states = {**components, **shared, "rng": GlobalRNGState(), "trainer": trainer}
-    if (scaler := trainer.accelerator.scaler) is not None:
-        states["scaler"] = scaler
-    return states
-
-
-def _load_states(trainer: TrainerBase, components: Mapping[str, Any], path: str | Path, saved: Collection[str]) -> None:
-    """Load all components; a loss's state, and a loss scale, only where the checkpoint has one."""
-    states = _states(trainer, _shared(trainer), components)
-    states_of(**{name: states[name] for name in states if name in saved or name not in _OPTIONAL}).load(path)
-    if "loss_state" not in saved:  # of a loss without any, or of an earlier version
-        states["loss_state"].load_state_dict({})

@@ -20,12 +20,13 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl_llm import objectives
 from torchrl_llm.envs.chat import read_date
 from torchrl_llm.modules.policy import SamplingConfig
+from torchrl_llm.objectives.checks import wrong_penalty
 from torchrl_llm.runs import settings, wrong_settings
 from torchrl_llm.runs.idle_settings import IDLE
 from torchrl_llm.runs.loss_settings import LOSSES, NO_ACTOR, NO_CRITIC, LossConfig, LossOptions, loss_settings
 from torchrl_llm.runs.settings import Algorithm, names_of
 from torchrl_llm.runs.settings_file import read_settings, write_settings
-from torchrl_llm.trainers.config import NOTHING_TO_CORRECT, TrainerConfig, wrong_penalty
+from torchrl_llm.trainers.config import NOTHING_TO_CORRECT, TrainerConfig
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.options import ConfigError, Idle, meanings, options_class, options_of
 

@@ -8,9 +8,9 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, is_initialized
 
+from torchrl_llm.modules.kernels import Numerics
 from torchrl_llm.runs.config import ConfigError, RunConfig
 from torchrl_llm.runs.sources import load_model_config
-from torchrl_llm.trainers.numerics import Numerics
 
 _AUTOCAST = {"bfloat16": "bf16", "float16": "fp16"}
 """A dtype's name in accelerate."""

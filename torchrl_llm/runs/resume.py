@@ -146,7 +146,7 @@ class Opening(Callback):
         loggers = self.folder.open(self.start, self._begin_files)
         if self.start is not None:
             for target in loggers:
-                rewind_tensorboard(target, trainer.logged_steps)
+                rewind_tensorboard(target, _logged_steps(trainer))
         # the caller may have added some since the run was built
         trainer.loggers = (*loggers, *trainer.loggers)
 
@@ -173,3 +173,10 @@ def accept_changes(config: RunConfig, trainer: LLMTrainer, saved: dict[str, Any]
     if changes:
         env: Any = base_env(trainer.collector.env)
         env.task_sampler = replace(env.task_sampler, **changes)
+
+
+def _logged_steps(trainer: LLMTrainer) -> int:
+    """Turns up to the last iteration that was logged."""
+    if trainer.unfinished is None:
+        return trainer.steps
+    return int(trainer.history[-1]["rollout/steps"]) if trainer.history else 0

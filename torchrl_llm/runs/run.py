@@ -35,11 +35,10 @@ from torchrl_llm.runs.config import RunConfig
 from torchrl_llm.runs.recorder import RolloutRecorder
 from torchrl_llm.runs.resume import Opening
 from torchrl_llm.runs.sources import load_tokenizer
+from torchrl_llm.runs.states import Optimizer, read_states
 from torchrl_llm.runs.trained_tasks import tasks_of_weights
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
-from torchrl_llm.trainers.loss_state import LossState
-from torchrl_llm.trainers.states import Optimizer, read_states
 from torchrl_llm.trainers.trainer import LLMTrainer
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
@@ -180,7 +179,7 @@ class Run:
                 merge_lora_configs=merge_lora_configs,
             )
             if "loss_state" in states:
-                LossState(self.trainer).load_state_dict(states["loss_state"])
+                self.checkpoints.loss_state.load_state_dict(states["loss_state"])
         self.trainer.seen_tasks.include(tasks_of_weights(path))
         if load_optimizer:
             optimizer.load_state_dict(states["optimizer"])

@@ -1,14 +1,19 @@
-"""The teacher of on-policy distillation: :func:`check_teacher`, :func:`load_teacher`."""
+"""The reference of a run, if it is not the model of its beginning.
+
+A teacher of on-policy distillation: :func:`check_teacher`, :func:`load_teacher`; what the actor
+was: :class:`RefreshReference`.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from torchrl_llm.modules import SamplingConfig, TokenScorer, enable_prefix_sharing
+from torchrl_llm.modules import ActorCritic, SamplingConfig, TokenScorer, enable_prefix_sharing
 from torchrl_llm.runs.config import RunConfig
 from torchrl_llm.runs.saved import SavedModel, find_saved_model, for_run, load_saved_model
 from torchrl_llm.runs.sources import MODELS, check_length, load_tokenizer
+from torchrl_llm.trainers import Callback
 from torchrl_llm.utils.options import ConfigError
 
 
@@ -89,3 +94,19 @@ def _check_tokenizer(config: RunConfig, student: Any, teacher: Any) -> None:
         f"teacher={config.teacher!r} has another tokenizer: {len(theirs)} tokens, and the student's has {len(ours)}, of which "
         f"{len(other)} have another id{example}. A teacher scores the student's own tokens: take one of the same family."
     )
+
+
+class RefreshReference(Callback):
+    """Makes the reference what the actor is, every ``interval`` iterations.
+
+    Args:
+        models: with a reference of its own weights.
+        interval: iterations between refreshes, >= 1.
+    """
+
+    def __init__(self, models: ActorCritic, interval: int) -> None:
+        self.models, self.interval = models, interval
+
+    def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if trainer.iteration % self.interval == 0:
+            self.models.refresh_reference()

@@ -8,7 +8,7 @@ from typing import Any
 from torchrl.checkpoint import Checkpoint
 
 from torchrl_llm.envs import SeenTasks
-from torchrl_llm.trainers.states import read_state, read_states
+from torchrl_llm.runs.states import read_states
 
 
 def tasks_of_weights(path: str | Path) -> SeenTasks:
@@ -24,5 +24,5 @@ def tasks_of_weights(path: str | Path) -> SeenTasks:
     path, state, seen = Path(path), dict[str, Any](), SeenTasks()
     if (path / "manifest.json").is_file() and "trainer" in Checkpoint.manifest(path)["components"]:
         state = read_states(path, "trainer")["trainer"]
-    read_state(seen, state)
+    seen.load_state_dict(state)
     return seen

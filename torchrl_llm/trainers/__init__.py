@@ -5,21 +5,29 @@ It knows no folder and no settings of a run: :mod:`torchrl_llm.runs` makes a tra
 """
 
 from torchrl_llm.metrics import Evaluation
-from torchrl_llm.trainers.callbacks import Callback, HealthWatch, ProgressBar
+from torchrl_llm.modules.kernels import Numerics
+from torchrl_llm.trainers.callbacks import Callback, HealthWatch, ProgressBar, RunStore
 from torchrl_llm.trainers.config import TrainerConfig
+from torchrl_llm.trainers.credit import Credit
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import evaluate
-from torchrl_llm.trainers.numerics import Numerics
 from torchrl_llm.trainers.trainer import LLMTrainer
+from torchrl_llm.trainers.update import MAX_SKIPPED_STEPS, NonFiniteGradientError, TrustRegion, Update
 
 __all__ = [
+    "MAX_SKIPPED_STEPS",
     "Callback",
+    "Credit",
     "Distributed",
     "Evaluation",
     "HealthWatch",
     "LLMTrainer",
+    "NonFiniteGradientError",
     "Numerics",
     "ProgressBar",
+    "RunStore",
     "TrainerConfig",
+    "TrustRegion",
+    "Update",
     "evaluate",
 ]

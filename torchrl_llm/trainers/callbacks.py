@@ -1,23 +1,30 @@
-"""Objects that watch a run: :class:`Callback`, :class:`RefreshReference`, :class:`ProgressBar`,
-:class:`HealthWatch`."""
+"""Objects that watch a run: :class:`Callback`, :class:`ProgressBar`, :class:`HealthWatch`."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
 
 from tensordict import TensorDictBase
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from torchrl_llm.metrics.health import HealthRules
-from torchrl_llm.modules import ActorCritic
 from torchrl_llm.trainers.schedule import endless_warm_up, run_share
 from torchrl_llm.utils.fingerprint import fingerprint
 
 logger = logging.getLogger(__name__)
+
+
+class RunStore(Protocol):
+    """Saves a run, as :class:`~torchrl_llm.runs.CheckpointStore` does."""
+
+    def save(self, trainer: Any, metrics: Mapping[str, float], *, early: bool = False) -> Any:
+        """Save it after an iteration with these metrics; ``early``: because an error or a signal
+        ends it."""
 
 
 class Callback:
@@ -72,22 +79,6 @@ class Callback:
     def on_end(self, trainer: Any) -> None:
         """After the last iteration, also when the run failed; the callbacks end from the last to
         the first."""
-
-
-class RefreshReference(Callback):
-    """Makes the reference what the actor is, every ``interval`` iterations.
-
-    Args:
-        models: with a reference of its own weights.
-        interval: iterations between refreshes, >= 1.
-    """
-
-    def __init__(self, models: ActorCritic, interval: int) -> None:
-        self.models, self.interval = models, interval
-
-    def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
-        if trainer.iteration % self.interval == 0:
-            self.models.refresh_reference()
 
 
 class ProgressBar(Callback):

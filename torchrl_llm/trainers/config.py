@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from torchrl_llm.objectives import ImitationWeights, TurnEstimator
+from torchrl_llm.objectives import TurnEstimator, TurnPolicyLoss
+from torchrl_llm.objectives.checks import wrong_penalty
 from torchrl_llm.utils.options import (
     Checked,
     ConfigError,
@@ -138,28 +139,52 @@ class TrainerConfig(Checked):
             )
 
 
-def wrong_penalty(coeff: float, estimator: Any) -> Iterator[str]:
-    """What is wrong with an ``overlong_penalty``, which makes rewards smaller, for an estimator,
-    and what to do.
+def wrong_settings(
+    config: TrainerConfig, loss: TurnPolicyLoss, *, num_groups: int, max_output_tokens: int
+) -> Iterator[str]:
+    """What is wrong with settings of the loop for the parts of a trainer, and what to do.
 
     Args:
-        coeff: the setting.
-        estimator: of the run.
+        config: the settings.
+        loss: with its value estimator.
+        num_groups: the optimizer's groups of parameters.
+        max_output_tokens: tokens of the longest response.
 
     Examples:
-        >>> from torchrl_llm.objectives import GroupRelative
-        >>> next(wrong_penalty(0.5, GroupRelative(scale="mean")))
-        'overlong_penalty=0.5 makes returns negative, which scale="mean" does not take: leave one of them out.'
+        >>> from torchrl_llm.modules import TokenScorer
+        >>> from torchrl_llm.objectives import LLMGRPOLoss
+        >>> from torchrl_llm.testing.enumerable import tiny_lm
+        >>> loss = LLMGRPOLoss(TokenScorer(tiny_lm(0)), kl_coeff=0.0)
+        >>> next(wrong_settings(TrainerConfig(critic_warmup=2), loss, num_groups=1, max_output_tokens=16))
+        'critic_warmup=2, but LLMGRPOLoss has no critic: leave it 0, or use LLMPPO.'
     """
-    if not coeff or not isinstance(estimator, TurnEstimator):
-        return
-    if not estimator.reads_rewards:
+    warmup, buffer = config.critic_warmup, config.overlong_buffer
+    estimator = loss.value_estimator if isinstance(loss.value_estimator, TurnEstimator) else None
+    if warmup and loss.critic_network is None:
+        yield f"critic_warmup={warmup}, but {type(loss).__name__} has no critic: leave it 0, or use LLMPPO."
+    if warmup and num_groups < 2:
         yield (
-            f"overlong_penalty={coeff} does nothing with {type(estimator).__name__}, which does not look at rewards here: leave it out, "
-            'or choose another estimator (SFT: imitate="return" or min_return).'
+            f"critic_warmup={warmup} steps the optimizer's second group of parameters, and there is one: give the critic's a "
+            "group of their own, after the actor's."
         )
-    elif (option := estimator.needs_nonnegative_rewards) is not None:
-        other = " (or set min_return=0)" if isinstance(estimator, ImitationWeights) else ""
+    if config.min_entropy_fraction and loss.entropy_target is None:
         yield (
-            f"overlong_penalty={coeff} makes returns negative, which {option} does not take: leave one of them out{other}."
+            f"min_entropy_fraction={config.min_entropy_fraction} is a share of the loss's entropy_target, and it has none: set it, "
+            "or leave min_entropy_fraction out."
         )
+    # An estimator may take the KL out of the rewards instead, with the loss's kl_fraction.
+    holds_kl = estimator is not None and estimator.kl_coeff != 0
+    if config.kl_decay_fraction is not None and not (loss.kl_coeff or holds_kl):
+        yield (
+            f"kl_decay_fraction={config.kl_decay_fraction} lowers the loss's kl_coeff, which is 0: set it, or leave "
+            "kl_decay_fraction out."
+        )
+    if buffer is not None and buffer > max_output_tokens:
+        yield (
+            f"overlong_buffer={buffer} is more than a response has, {max_output_tokens} tokens: lower it, or raise the policy's "
+            "max_output_tokens."
+        )
+    yield from wrong_penalty(config.overlong_penalty, estimator)
+    corrects = loss.sampler_correction or (estimator is not None and estimator.corrects_sampler)
+    if config.old_log_probs == "sampler" and corrects:
+        yield NOTHING_TO_CORRECT

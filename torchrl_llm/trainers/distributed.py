@@ -9,7 +9,6 @@ every rank. Communication is accelerate's.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -17,16 +16,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list, gather_object, parse_flag_from_env
+from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list, gather_object
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchrl_llm import keys
-from torchrl_llm.data import cat_rows
+from torchrl_llm.data import cat_rows, zero_weight_rows
 from torchrl_llm.metrics.rollouts import COUNTS
 from torchrl_llm.objectives import merge
-from torchrl_llm.trainers.fsdp import ShardedModule, check_plugin, full_on_cpu, replace_parameters
+from torchrl_llm.trainers.fsdp import ShardedModule, full_on_cpu, replace_parameters
+from torchrl_llm.utils.accelerated import check_accumulation, check_plugin, device_of, fsdp_plugin, picklable, place
 from torchrl_llm.utils.options import ConfigError
 from torchrl_llm.weight_update import LOCAL_PARAMETERS, ParameterGather
 
@@ -81,7 +81,7 @@ class Distributed:
         """The class for the processes and settings of ``accelerator``."""
         if accelerator.num_processes == 1:
             return Distributed(accelerator)
-        plugin = _fsdp_plugin(accelerator)
+        plugin = fsdp_plugin(accelerator)
         return DDP(accelerator) if plugin is None else FSDP2(accelerator, plugin)
 
     # ---------------------------------------- training
@@ -337,106 +337,3 @@ class FSDP2(Several):
         full = full_on_cpu(tree)
         # The first rank writes: the others free each tensor before the next one is gathered.
         return full if full is tree or self.is_main else full.new_empty(0)
-
-
-def place(accelerator: Accelerator, *modules: nn.Module) -> None:
-    """Move ``modules`` to accelerate's device, in place: optimizers and policies keep their
-    parameters.
-
-    Raises:
-        ConfigError: weights are elsewhere and are not to be moved: accelerate was made with
-            ``device_placement=False``, or a ``device_map`` has spread them over devices; or there
-            are none yet (PyTorch's meta device).
-
-    Examples:
-        >>> place(Accelerator(cpu=True), nn.Linear(2, 2, device="meta"))
-        Traceback (most recent call last):
-            ...
-        torchrl_llm.utils.options.ConfigError: Weights are on meta, but the trainer's rows are on cpu. ...
-    """
-    device = device_of(accelerator)
-    found = {each.device for module in modules for each in (*module.parameters(), *module.buffers())} - {device}
-    fixed = not accelerator.device_placement or any(accelerator.verify_device_map(each) for each in modules)
-    if found and (fixed or torch.device("meta") in found):
-        raise ConfigError(
-            f"Weights are on {' and '.join(sorted(map(str, found)))}, but the trainer's rows are on {device}. Load all models there "
-            f'(load_actor_critic(device="{device}"), no device_map), or give the trainer an accelerator of their device: '
-            "LLMTrainer(accelerator=Accelerator(cpu=True)) trains on the CPU."
-        )
-    for module in modules:
-        module.to(device)
-
-
-def device_of(accelerator: Accelerator) -> torch.device:
-    """accelerate's device with its index: ``cuda:0`` where it says ``cuda``."""
-    return torch.empty(0, device=accelerator.device).device
-
-
-def check_accumulation(accelerator: Accelerator) -> None:
-    """Refuse gradient accumulation: ``Accelerator.backward`` divides by its steps, and losses here
-    are sums that add up.
-
-    accelerate keeps the number for the whole process, so that any ``Accelerator`` made later
-    changes it.
-
-    Raises:
-        ConfigError: the number is not 1.
-    """
-    steps = accelerator.gradient_accumulation_steps
-    if steps != 1:
-        raise ConfigError(
-            f"accelerate has gradient_accumulation_steps={steps} (an argument, a plugin, or the environment variable "
-            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS), which would divide every gradient by {steps}. Leave it at 1: "
-            "minibatch_size says how many episodes an optimizer step has, and max_tokens how many tokens a backward pass."
-        )
-
-
-def picklable(error: Exception) -> Exception:
-    """``error``, or, where another process could not read it, a ``RuntimeError`` with its text.
-
-    Examples:
-        >>> class Odd(Exception):
-        ...     def __init__(self, code, why):
-        ...         super().__init__(f"{code}: {why}")
-        >>> picklable(Odd(7, "no room")), picklable(OSError("no room"))
-        (RuntimeError('Odd: 7: no room'), OSError('no room'))
-    """
-    try:
-        pickle.loads(pickle.dumps(error))
-    # Any error: pickle runs the code of the error's class.
-    except Exception:  # noqa: BLE001
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
-
-
-def _fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
-    """accelerate's settings for FSDP, if it was started with any."""
-    # accelerate sets the attribute on GPUs only
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        plugin = FullyShardedDataParallelPlugin()
-        if accelerator.mixed_precision != "no":
-            plugin.set_mixed_precision(accelerator.mixed_precision)
-    return plugin
-
-
-def zero_weight_rows(rows: TensorDictBase) -> TensorDictBase:
-    """A copy of rows without any action, and so without weight in any sum.
-
-    A rank without data runs them, so that collectives stay in step.
-
-    Args:
-        rows: ``[B]``, with ``"turn_ids"`` and ``("turn", "mask")``.
-
-    Examples:
-        >>> from tensordict import TensorDict
-        >>> turn = dict(mask=torch.tensor([[True]]), reward=torch.ones(1, 1))
-        >>> empty = zero_weight_rows(TensorDict(turn=turn, turn_ids=torch.zeros(1, 3).long(), batch_size=[1]))
-        >>> empty["turn_ids"].tolist(), empty["turn", "mask"].tolist(), empty["turn", "reward"].tolist()
-        ([[-1, -1, -1]], [[False]], [[0.0]])
-    """
-    empty = rows.clone()
-    empty[keys.TURN_IDS] = torch.full_like(empty[keys.TURN_IDS], -1)
-    for key in (keys.TURN_MASK, keys.TURN_REWARD):
-        empty[key] = torch.zeros_like(empty[key])
-    return empty

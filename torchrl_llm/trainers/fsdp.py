@@ -25,23 +25,6 @@ from torchrl_llm.modules import TurnCritic
 from torchrl_llm.utils.options import ConfigError
 
 
-def check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Refuse settings of accelerate that would be ignored or do harm.
-
-    Raises:
-        ConfigError: names the setting and what to use instead.
-    """
-    instead = {
-        "version": (plugin.fsdp_version != 2, "2"),
-        "offload_params": (isinstance(plugin.cpu_offload, fsdp.CPUOffloadPolicy), "false"),
-        "cpu_ram_efficient_loading": (plugin.cpu_ram_efficient_loading, "false: every process reads the weights"),
-        "activation_checkpointing": (plugin.activation_checkpointing, "false: the run has gradient_checkpointing"),
-    }
-    for name, (refused, expected) in instead.items():
-        if refused:
-            raise ConfigError(f"accelerate's fsdp_{name} is not supported as given; expected {expected}.")
-
-
 class ShardedModule(nn.Module):
     """The root of all sharded weights; computes ``loss``.
 

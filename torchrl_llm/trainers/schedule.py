@@ -8,12 +8,9 @@ from collections.abc import Mapping
 
 import torch
 
+from torchrl_llm.objectives.steps import GROUPS
 from torchrl_llm.trainers.config import TrainerConfig
 from torchrl_llm.utils.options import ConfigError
-
-GROUPS = ("actor", "critic")
-"""The parameter groups of an optimizer, by their place."""
-
 
 LOOK = 5
 """Iterations of a run below which nobody expects it to learn."""

@@ -8,30 +8,51 @@ processes train as one is :mod:`torchrl_llm.trainers.distributed`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from functools import cached_property
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.checkpoint import GlobalRNGState
+from torchrl.collectors import BaseCollector
+from torchrl.data import ReplayBuffer
+from torchrl.record.loggers import Logger
 
 from torchrl_llm import keys
-from torchrl_llm.data import cat_rows, overlong
-from torchrl_llm.metrics import credit_metrics, rollout_metrics, staleness, throughput
+from torchrl_llm.collectors.stock import as_seen_by_a_loop
+from torchrl_llm.data import overlong
+from torchrl_llm.envs import SeenTasks
+from torchrl_llm.metrics import Timer, checked_metrics, credit_metrics, rollout_metrics, staleness, throughput
 from torchrl_llm.metrics.rollouts import CREDIT_KEYS, ROLLOUT_KEYS
-from torchrl_llm.trainers.base import Evaluator, TrainerBase
-from torchrl_llm.trainers.evaluation import checked_metrics
-from torchrl_llm.trainers.loss_state import settle
-from torchrl_llm.trainers.saving import RunSaver
-from torchrl_llm.trainers.schedule import entropy_fraction, is_due, kl_fraction, limit_reached, success_reached
-from torchrl_llm.trainers.update import RowScorer, Updater
-from torchrl_llm.utils.interrupts import catch_signals, interruptible, run_begins
+from torchrl_llm.modules import TokenScorer
+from torchrl_llm.modules.kernels import Numerics
+from torchrl_llm.modules.policy import TurnPolicy
+from torchrl_llm.objectives import TurnPolicyLoss
+from torchrl_llm.trainers import schedule
+from torchrl_llm.trainers.callbacks import Callback, RunStore
+from torchrl_llm.trainers.config import TrainerConfig, wrong_settings
+from torchrl_llm.trainers.credit import Credit
+from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.trainers.evaluation import Evaluator
+from torchrl_llm.trainers.update import Update
+from torchrl_llm.utils.fixed import Fixed
+from torchrl_llm.utils.interrupts import Interrupted, catch_signals, interruptible, run_begins
+from torchrl_llm.utils.options import ConfigError
+from torchrl_llm.weight_update import WeightSync
 
 logger = logging.getLogger(__name__)
 _END = object()
 
+_SAVED = ("iteration", "steps", "episodes", "best_success", "history", "stop_reason", "elapsed")
 
-class LLMTrainer(TrainerBase):
+
+class LLMTrainer:
     """Collects, credits, updates, evaluates, until a limit of ``config`` is reached.
 
     Args:
@@ -62,32 +83,135 @@ class LLMTrainer(TrainerBase):
         seen_tasks: collects the tasks of training, for :func:`~torchrl_llm.trainers.evaluate`; None
             makes an empty one.
 
-    The attributes are those of :class:`~torchrl_llm.trainers.base.TrainerBase` and the parts, which
-    are read-only, because other parts hold them too: assigning one raises ``AttributeError``.
-    ``evaluator``, ``checkpoints``, ``loggers`` and ``callbacks`` may be replaced at any time.
+    The parts are attributes. Those that other parts hold too are read-only: assigning one raises
+    ``AttributeError``. ``evaluator``, ``checkpoints``, ``loggers`` and ``callbacks`` may be
+    replaced at any time.
+
+    Attributes:
+        scorer: scores and credits rows, and chooses those to learn from.
+        updater: takes the optimizer steps.
+        iteration, steps, episodes: iterations, turns and episodes so far.
+        best_success: the highest success rate of an evaluation.
+        history: the metrics of every iteration.
+        stop_reason: why the run ends; ``None`` while it runs.
+        elapsed: seconds of training up to the last checkpoint.
+        unfinished: the metrics of an iteration that is to be evaluated and logged, in a run that
+            was interrupted there.
+        saved_iteration: the iteration of the last checkpoint; -1 before the first.
+        rollouts: the collector as the loop sees it.
+        env_names: the environments of a mixture.
+        collector_state: the collector's state before the rollout or evaluation that runs, or was
+            dropped; ``None``: the state that it has.
+        module: computes the loss in all processes.
+        distributed: the training processes.
 
     Raises:
         ConfigError: parts that do not go together, such as an optimizer that steps other parameters
             than the loss's.
     """
 
-    _wanted = 0
-    """Episodes that dynamic sampling fills an update with."""
+    accelerator = Fixed[Accelerator]()
+    collector = Fixed[BaseCollector]()
+    config = Fixed[TrainerConfig]()
+    distributed = Fixed[Distributed]("LLMTrainer(accelerator=...)")
+    loss = Fixed[TurnPolicyLoss]("build_run(config, make_loss=...), or LLMTrainer(loss=...)")
+    module = Fixed[torch.nn.Module]("it wraps the loss of LLMTrainer(loss=...)", at="updater.module")
+    optimizer = Fixed[torch.optim.Optimizer](at="updater.optimizer")
+    policy = Fixed[TurnPolicy]()
+    reference = Fixed[TokenScorer | None]()
+    replay_buffer = Fixed[ReplayBuffer]()
+    weight_sync = Fixed[WeightSync | None]()
 
-    @cached_property
-    def scorer(self) -> RowScorer:
-        """Scores and credits rows, and chooses those to learn from."""
-        return RowScorer(self)
+    def __init__(
+        self,
+        *,
+        collector: BaseCollector,
+        replay_buffer: ReplayBuffer,
+        policy: TurnPolicy,
+        loss: TurnPolicyLoss,
+        optimizer: torch.optim.Optimizer,
+        config: TrainerConfig,
+        reference: TokenScorer | None = None,
+        weight_sync: WeightSync | None = None,
+        evaluator: Evaluator | None = None,
+        checkpoints: RunStore | None = None,
+        loggers: Sequence[Logger] = (),
+        callbacks: Sequence[Callback] = (),
+        accelerator: Accelerator | None = None,
+        seen_tasks: SeenTasks | None = None,
+        offload: Callable[[], AbstractContextManager[None]] = nullcontext,
+        numerics: Numerics | None = None,
+    ) -> None:
+        self.collector, self.replay_buffer, self.policy, self.loss = collector, replay_buffer, policy, loss
+        self.config, self.reference, self.weight_sync = config, reference, weight_sync
+        self.evaluator, self.checkpoints = evaluator, checkpoints
+        self.loggers, self.callbacks = tuple(loggers), tuple(callbacks)
+        self.offload, self.numerics, self.timer = offload, numerics or Numerics(), Timer()
+        self.accelerator = accelerator or Accelerator()
+        self.distributed = Distributed.of(self.accelerator)
+        self.generator = torch.Generator().manual_seed(config.seed)
+        self.rollouts = as_seen_by_a_loop(collector)
+        self.rollouts.interruptible = partial(interruptible, all_reduce_max=self.distributed.all_reduce_max)
+        self.env_names: tuple[str, ...] = self.rollouts.env_names
+        # Not through accelerate, which steps a scheduler once for each process.
+        self.schedule = schedule.LearningRateSchedule(optimizer, config)
+        self.updater = self._make_update(optimizer)
+        self.scorer = Credit(
+            loss,
+            reference,
+            config=config,
+            distributed=self.distributed,
+            max_output_tokens=policy.sampling.max_output_tokens,
+            # Stale tokens were sampled with other weights, however alike the computation.
+            logprobs_match_trainer=lambda: self.logprobs_match_trainer and not self.rollouts.max_staleness,
+            around=self._scoring,
+        )
+        # After the update was made, which shards the weights.
+        if weight_sync is not None:
+            weight_sync.parameter_gather = self.distributed.parameter_gather
+        self.check_options()
+        self.seen_tasks = SeenTasks() if seen_tasks is None else seen_tasks
+        self.iteration = self.steps = self.episodes = 0
+        self.best_success, self.elapsed = -math.inf, 0.0
+        self.history: list[dict[str, float]] = []
+        self.stop_reason: str | None = None
+        self.unfinished: dict[str, float] | None = None
+        self.saved_iteration = -1
+        self.collector_state: dict[str, Any] | None = None
+        self._rng: dict[str, Any] | None = None
+        self._wanted = 0  # episodes that dynamic sampling fills an update with
+        self.start_clock()
 
-    @cached_property
-    def updater(self) -> Updater:
-        """Takes the optimizer steps."""
-        return Updater(self)
+    def _make_update(self, optimizer: torch.optim.Optimizer) -> Update:
+        return Update(
+            self.loss,
+            optimizer,
+            self.distributed,
+            config=self.config,
+            frozen=[] if self.reference is None else [self.reference],
+            generator=self.generator,
+            logprobs_match_trainer=lambda: self.logprobs_match_trainer,
+            on_step=self._tell_of_step,
+        )
 
-    @cached_property
-    def saver(self) -> RunSaver:
-        """Saves the run."""
-        return RunSaver(self)
+    def _tell_of_step(self, rows: TensorDictBase, metrics: dict[str, Tensor]) -> None:
+        for callback in self.callbacks:
+            callback.on_minibatch(self, rows, metrics)
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        with self.timer("score"), self.numerics.learning():
+            yield
+
+    def check_options(self) -> None:
+        """Refuse settings of the loop that do not go with the other parts.
+
+        Raises:
+            ConfigError: names the setting and what to do.
+        """
+        groups, limit = len(self.optimizer.param_groups), self.policy.sampling.max_output_tokens
+        for problem in wrong_settings(self.config, self.loss, num_groups=groups, max_output_tokens=limit):
+            raise ConfigError(problem)
 
     def replace_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Train with another optimizer, of new parameters (merged adapters); with one process only.
@@ -101,7 +225,57 @@ class LLMTrainer(TrainerBase):
                 parameters.
         """
         self.distributed.check_replaceable()
-        self.prepare(optimizer)
+        self.schedule = schedule.LearningRateSchedule(optimizer, self.config)
+        skipped, self.updater = self.skipped_in_a_row, self._make_update(optimizer)
+        self.updater.skipped_in_a_row = skipped
+
+    @property
+    def logprobs_match_trainer(self) -> bool:
+        """Whether the sampler's log-probs are the trained model's own, so that none need be scored
+        before the update."""
+        # Autocast is around the training's forwards only: the sampler then computes in another
+        # precision.
+        everywhere = self.policy.logprobs_match_trainer and self.rollouts.logprobs_match_trainer
+        return everywhere and self.accelerator.mixed_precision == "no"
+
+    # ---------------------------------------- where the run is
+
+    def start_clock(self) -> None:
+        """Start the clock at the seconds of the last checkpoint."""
+        # Monotonic: a clock that is set during the run must not end it by max_seconds.
+        self._started = time.monotonic() - self.elapsed
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, those before a resume included."""
+        return time.monotonic() - self._started
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Optimizer steps that were skipped since the last one that was taken."""
+        return self.updater.skipped_in_a_row
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters and generators of the run, without weights, optimizer and collector; to be
+        taken between iterations."""
+        return {name: vars(self)[name] for name in _SAVED} | {
+            "generator": self.generator.get_state(),
+            "unfinished": self.unfinished,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "policy_version": self.policy.policy_version,
+            **self.seen_tasks.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        for name in _SAVED:
+            setattr(self, name, state_dict[name])
+        self.generator.set_state(state_dict["generator"])
+        self.unfinished = state_dict.get("unfinished")
+        self.updater.skipped_in_a_row = state_dict.get("skipped_in_a_row", 0)
+        self.policy.policy_version = state_dict["policy_version"]
+        self.seen_tasks.load_state_dict(state_dict)
+        self.saved_iteration = self.iteration
 
     # ---------------------------------------- the loop
 
@@ -118,13 +292,12 @@ class LLMTrainer(TrainerBase):
                 nobody catches it.
         """
         self.start_clock()
-        settle(self)
         self.check_options()  # again: the estimator may be another
         resume = "resume=True and else the same settings, without overwrite and resume_from"
         # They end from right to left: the run is saved before the collector shuts down, and the
         # handlers go last.
         products = self.numerics.products()
-        with catch_signals(resume), products, closing(self), self._end_watched(), self.saver.saved_if_interrupted():
+        with catch_signals(resume), products, closing(self), self._end_watched(), self.saved_if_interrupted():
             for callback in self.callbacks:
                 callback.on_start(self)
             run_begins()
@@ -136,7 +309,7 @@ class LLMTrainer(TrainerBase):
                 rows = self.collect(batches)
                 if rows is not None:
                     self.finish(self.iterate(rows))
-            self.saver.save_if_new()
+            self.save_if_new()
             logger.info("training ends: %s", self.stop_reason)
             # A signal during the last save ends the process with its exit code too.
             self._stop_if_interrupted()
@@ -154,22 +327,19 @@ class LLMTrainer(TrainerBase):
         self.policy.drop_cache()
         # also here: dynamic sampling asks the estimator which groups get credit
         self._weigh_terms(self.steps)
-        with self.saver.droppable():
+        with self.droppable():
             rows = self._next_batch(batches)
             if rows is None or not self.config.dynamic_sampling:
                 return rows
             # Of the first batch: a stock collector does not say how many episodes it delivers.
-            self._wanted = self.scorer.batch_size(rows)
-            self.scorer.score_for_credit(rows)
-            for _ in range(self.config.dynamic_sampling - 1):
-                if self.scorer.found(rows) >= self._wanted:
-                    break
-                more = self._next_batch(batches)
-                if more is None:
-                    break
-                self.scorer.score_for_credit(more)
-                rows = cat_rows([rows, more])
-        return rows
+            self._wanted = self.batch_size(rows)
+            return self.scorer.fill(rows, self._wanted, lambda: self._next_batch(batches))
+
+    def batch_size(self, rows: TensorDictBase) -> int:
+        """How many episodes one batch of the collector has in all processes, where it delivered
+        ``rows``."""
+        own = self.rollouts.batch_size
+        return int(self.distributed.all_reduce_sum(rows.shape[0] if own is None else own))
 
     def _next_batch(self, batches: Iterator[object]) -> TensorDictBase | None:
         with self.timer("rollout"), self.policy_weights(here=self.rollouts.runs_here):
@@ -181,6 +351,10 @@ class LLMTrainer(TrainerBase):
             # The storage returns a lazy stack, which stacks its rows again at each access.
             batch = self.replay_buffer[:].contiguous().to(self.distributed.device)
             self.replay_buffer.empty(empty_write_count=False)
+        if self.config.dynamic_sampling:
+            sync = self.weight_sync if self.scorer.credit_reads_scores else None
+            with nullcontext() if sync is None else sync.asleep():
+                self.scorer.score_for_credit(batch)
         return batch
 
     @contextmanager
@@ -222,8 +396,8 @@ class LLMTrainer(TrainerBase):
     def _weigh_terms(self, before: int) -> None:
         """The loss's terms that fall during a run, for an update on turns after the first
         ``before``."""
-        self.loss.entropy_fraction = entropy_fraction(self.config, before)
-        self.loss.kl_fraction = kl_fraction(self.config, before)
+        self.loss.entropy_fraction = schedule.entropy_fraction(self.config, before)
+        self.loss.kl_fraction = schedule.kl_fraction(self.config, before)
 
     def learn(self, batch: TensorDictBase, *, scored: bool = False) -> dict[str, float]:
         """Score, credit and update on rows ``[B]``; then the policy gets the new weights.
@@ -277,7 +451,7 @@ class LLMTrainer(TrainerBase):
         A step that reaches ``config.target_kl`` is the last.
         """
         with self.numerics.learning():
-            return self.updater.update(self.distributed.on_device(batch))
+            return self.updater(self.distributed.on_device(batch), self.iteration)
 
     def _send_weights(self) -> dict[str, float]:
         if self.weight_sync is None:
@@ -294,12 +468,12 @@ class LLMTrainer(TrainerBase):
         """End an iteration: evaluate when it is due, log, save."""
         self.unfinished = metrics
         interval = self.config.evaluation_interval
-        if self.evaluator is not None and interval and (self.stop_reason or is_due(interval, self.iteration)):
+        if self.evaluator is not None and interval and (self.stop_reason or schedule.is_due(interval, self.iteration)):
             metrics = metrics | self.evaluate(self.evaluator) | self.timer.read()
         self.unfinished = None
-        with self.saver.saved_if_it_fails(metrics):
+        with self.saved_if_it_fails(metrics):
             self._log(metrics)
-        self.saver.save_if_due(metrics)
+        self.save_if_due(metrics)
 
     def _log(self, metrics: dict[str, float]) -> None:
         # First: if a logger raises, the iteration that is saved has its metrics.
@@ -316,13 +490,13 @@ class LLMTrainer(TrainerBase):
 
     def evaluate(self, evaluator: Evaluator) -> dict[str, float]:
         """The evaluator's metrics; takes note of the success rate, if it reports one."""
-        with self.saver.saved_if_it_fails():
-            with self.saver.droppable(), self.timer("evaluation"), self.policy_weights():
+        with self.saved_if_it_fails():
+            with self.droppable(), self.timer("evaluation"), self.policy_weights():
                 metrics = checked_metrics(interruptible(evaluator))
                 for callback in self.callbacks:
                     callback.on_evaluation(self, metrics)
                 metrics = checked_metrics(metrics, source="callbacks")
-            self.stop_reason = success_reached(self.config, metrics) or self.stop_reason
+            self.stop_reason = schedule.success_reached(self.config, metrics) or self.stop_reason
         self.best_success = max(self.best_success, metrics.get("evaluation/success", self.best_success))
         return metrics
 
@@ -343,7 +517,7 @@ class LLMTrainer(TrainerBase):
     def _check_limits(self) -> None:
         # Clocks differ, and one of several processes must not end the run alone.
         seconds = self.distributed.broadcast(self.seconds)
-        reached = limit_reached(self.config, steps=self.steps, iteration=self.iteration, seconds=seconds)
+        reached = schedule.limit_reached(self.config, steps=self.steps, iteration=self.iteration, seconds=seconds)
         self.stop_reason = reached or self.stop_reason
 
     def _stop_if_interrupted(self) -> None:
@@ -374,3 +548,73 @@ class LLMTrainer(TrainerBase):
             for target in self.loggers:
                 last_to_first.callback(target.flush)
             last_to_first.callback(self.collector.shutdown)
+
+    # ---------------------------------------- saving
+
+    def save(self, metrics: Mapping[str, float], *, early: bool = False) -> None:
+        """Save the run, if it has checkpoints, after an iteration with these metrics."""
+        if self.checkpoints is not None:
+            self.elapsed = self.seconds
+            self.checkpoints.save(self, metrics, early=early)
+            self.saved_iteration = self.iteration
+
+    def save_if_due(self, metrics: Mapping[str, float]) -> None:
+        """Save the run after its last iteration, after its best evaluation, and every
+        ``checkpoint_interval`` iterations."""
+        # Not ">": evaluate() has put this rate into best_success already.
+        best = "evaluation/success" in metrics and metrics["evaluation/success"] >= self.best_success
+        if self.stop_reason or best or schedule.is_due(self.config.checkpoint_interval, self.iteration):
+            self.save(metrics)
+
+    def save_if_new(self, *, early: bool = False) -> None:
+        """Save the run unless its last iteration is saved."""
+        if self.saved_iteration != self.iteration:
+            self.save({}, early=early)
+
+    @contextmanager
+    def saved_if_it_fails(self, metrics: Mapping[str, float] | None = None) -> Iterator[None]:
+        """Save the iteration if an evaluator, a logger or a callback inside raises.
+
+        Args:
+            metrics: of the iteration, if all processes have finished it: several save when it is
+                due, because saving takes all of them. ``None``: the others may be anywhere, and
+                several do not save.
+        """
+        try:
+            yield
+        # Not Interrupted, a SystemExit: saved_if_interrupted() saves the run then.
+        except Exception:
+            if self.distributed.saves_alone:
+                self.save(metrics or {}, early=True)
+            elif metrics is not None:
+                self.save_if_due(metrics)
+            raise
+
+    @contextmanager
+    def droppable(self) -> Iterator[None]:
+        """For rollouts and evaluations, which change only the collector and the global generators:
+        a signal drops them."""
+        # A collector with a thread samples what was in flight again anyway, and asking for its
+        # state pauses it.
+        self.collector_state = None if self.rollouts.background else self.collector.state_dict()
+        self._rng = GlobalRNGState().state_dict()
+        yield
+        # No finally: after a signal or an error they stay, for the save that follows.
+        self.collector_state = self._rng = None
+
+    @contextmanager
+    def saved_if_interrupted(self) -> Iterator[None]:
+        """For a whole run: a signal saves it as it was before the rollout or evaluation that the
+        signal drops."""
+        try:
+            yield
+        except Interrupted as interrupted:
+            interrupted.state = f" after {self.iteration} iterations"
+            if self._rng is not None:
+                # Before the save, which writes the generators.
+                GlobalRNGState().load_state_dict(self._rng)
+            if self.checkpoints is None:
+                interrupted.state += ", of which nothing is saved (save_checkpoints=False)"
+                interrupted.resumable = False
+            self.save_if_new(early=True)
+            raise

@@ -1,228 +1,175 @@
-"""The two halves of an update: :class:`RowScorer` writes scores and credit into rows,
-:class:`Updater` takes optimizer steps on them."""
+"""The optimizer steps of an iteration: :class:`Update`, and :class:`TrustRegion`, which bounds how
+far they lead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
+from accelerate import Accelerator
 from tensordict import TensorDictBase
-from torch import Tensor
-from torchrl.objectives.value import ValueEstimatorBase
+from torch import Tensor, nn
 
 from torchrl_llm import data, keys
-from torchrl_llm.metrics.rollouts import loss_metric
+from torchrl_llm.functional import kl_estimate
+from torchrl_llm.metrics.rollouts import checked_metrics, loss_metric
 from torchrl_llm.modules.positions import prefix_cost
-from torchrl_llm.objectives import TurnEstimator, total, write_loss_weights
-from torchrl_llm.objectives.steps import clip_gradients
-from torchrl_llm.trainers.base import TrainerBase
-from torchrl_llm.trainers.distributed import check_accumulation
-from torchrl_llm.trainers.evaluation import checked_metrics
-from torchrl_llm.trainers.finite import all_finite, skip_step
+from torchrl_llm.objectives import TurnPolicyLoss, total, write_loss_weights
+from torchrl_llm.objectives.steps import GROUPS, check_optimizer, clip_gradients
+from torchrl_llm.trainers.config import MOST_TOKENS, TrainerConfig
+from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.fsdp import full_on_cpu
-from torchrl_llm.trainers.schedule import GROUPS
-from torchrl_llm.trainers.trust_region import TrustRegion, Unbounded
+from torchrl_llm.utils.accelerated import check_accumulation
+
+logger = logging.getLogger(__name__)
 
 SKIPPED = "optim/skipped_steps"
 
+MAX_SKIPPED_STEPS = 5
+"""Optimizer steps in a row whose gradient is not finite, after which a run ends."""
 
-class RowScorer:
-    """Scores rows with weights that do not change meanwhile, and credits them.
-
-    Args:
-        run: the trainer.
-    """
-
-    def __init__(self, run: TrainerBase) -> None:
-        self.run = run
-
-    @property
-    def estimator(self) -> ValueEstimatorBase:
-        """The loss's value estimator, which takes its statistics over all ranks if it can."""
-        # not kept: loss.make_value_estimator may replace it during a run
-        estimator = self.run.loss.value_estimator
-        if isinstance(estimator, TurnEstimator) and estimator.process_group is None:
-            estimator.process_group = self.run.distributed.process_group
-        return estimator
-
-    @property
-    def scores_old(self) -> bool:
-        """Whether the log-probs that ratios are taken against are scored, and not the sampler's."""
-        if self.run.loss.tensor_keys.sample_log_prob not in self.run.loss.in_keys:
-            return False  # it takes no ratios
-        if self.run.config.old_log_probs == "auto":
-            return (
-                not self.run.logprobs_match_trainer
-                or self.run.credit_corrects_sampler
-                # Stale tokens were sampled with other weights, however alike the computation.
-                or self.run.rollouts.max_staleness > 0
-            )
-        return self.run.config.old_log_probs == "scorer"
-
-    @property
-    def reads_reference(self) -> bool:
-        """Whether the log-probs of the reference are read: a stock loss reads none once its KL's
-        weight has fallen to 0."""
-        loss = self.run.loss
-        return loss.kl_fraction > 0 or loss.tensor_keys.ref_log_prob in loss.in_keys or self.credit_reads_reference
-
-    @property
-    def credit_reads_reference(self) -> bool:
-        """Whether the estimator reads them: a stock one, while the KL that it takes out of the
-        rewards has a weight."""
-        return keys.REF_LOG_PROB in self.estimator.in_keys
-
-    # ---------------------------------------- scores and credit
-
-    @contextmanager
-    def _scoring(self) -> Iterator[None]:
-        """The training's device and precision, timed."""
-        with self.run.timer("score"), self.run.numerics.learning(), self.run.accelerator.autocast():
-            yield
-
-    @torch.no_grad()
-    def score(self, batch: TensorDictBase) -> None:
-        """Write the inputs of the loss that need frozen weights into rows ``[B]``: old and
-        reference log-probs, values."""
-        limit, loss = self.run.config.micro_batch_tokens, self.run.loss
-        scores_old = self._lacks_log_probs(batch) or self.scores_old
-        with self._scoring(), self.run.distributed.gathered_parameters():
-            if scores_old:
-                data.apply_in_micro_batches(loss.actor_network, batch, limit, prefix_cost(loss.actor_network))
-                batch.rename_key_(keys.LOG_PROB, keys.OLD_LOG_PROB)
-            if self.run.reference is not None and self.reads_reference:
-                data.apply_in_micro_batches(self.run.reference, batch, limit, prefix_cost(self.run.reference))
-                batch.rename_key_(keys.LOG_PROB, keys.REF_LOG_PROB)
-            if loss.critic_network is not None:
-                data.apply_in_micro_batches(loss.critic_network, batch, limit, prefix_cost(loss.critic_network))
-
-    def _lacks_log_probs(self, batch: TensorDictBase) -> bool:
-        """Whether ratios are taken and rows have no log-probs to take them against: those of other
-        collectors may not.
-
-        Those of conversations that nobody sampled are NaN; they are deleted then.
-        """
-        name = self.run.loss.tensor_keys.sample_log_prob
-        if name not in self.run.loss.in_keys:
-            return False
-        if not self.run.distributed.all_reduce_max(name not in batch or _has_unknown(batch, batch[name])):
-            return False
-        loss, needs = self.run.loss, None
-        if self.run.config.old_log_probs == "sampler":
-            needs = 'old_log_probs="sampler" takes ratios against them: set "auto", which scores the old ones'
-        elif loss.sampler_correction is not None:
-            needs = f"sampler_correction={loss.sampler_correction!r} corrects for them: leave it out"
-        elif self.run.credit_corrects_sampler:
-            needs = f"{type(loss.value_estimator).__name__} corrects for them: choose another estimator"
-        if needs is not None:
-            raise KeyError(f"The rows have no {name!r}, the log-probs of the policy that sampled, and {needs}.")
-        if name in batch:
-            batch.del_(name)
-        return True
-
-    def credit(self, batch: TensorDictBase) -> TensorDictBase:
-        """Shape the rewards of scored rows ``[B]`` as the settings say, and write the estimator's
-        credit."""
-        config, limit = self.run.config, self.run.policy.sampling.max_output_tokens
-        if config.overlong_penalty:
-            buffer = config.overlong_buffer or limit
-            data.penalize_overlong(batch, config.overlong_penalty, max_response_length=limit, buffer=buffer)
-        return self._estimate(batch)
-
-    def _estimate(self, batch: TensorDictBase) -> TensorDictBase:
-        with self._scoring():
-            return self.estimator(batch)
-
-    # ---------------------------------------- dynamic sampling
-
-    @property
-    def credit_reads_scores(self) -> bool:
-        """Whether advantages depend on log-probs or values that are scored; if not, only rows to
-        learn from are scored."""
-        corrects, critic = self.run.credit_corrects_sampler, self.run.loss.critic_network
-        return self.credit_reads_reference or corrects or critic is not None
-
-    def score_for_credit(self, rows: TensorDictBase) -> None:
-        """:meth:`score` one batch of the collector, if its advantages depend on it: once, because
-        weights do not change meanwhile."""
-        if self.credit_reads_scores:
-            sync = self.run.weight_sync
-            with nullcontext() if sync is None else sync.asleep():
-                self.score(rows)
-
-    def batch_size(self, rows: TensorDictBase) -> int:
-        """How many episodes one batch of the collector has on all ranks, where it delivered
-        ``rows``."""
-        own = self.run.rollouts.batch_size
-        return int(self.run.distributed.all_reduce_sum(rows.shape[0] if own is None else own))
-
-    def found(self, rows: TensorDictBase) -> int:
-        """How many episodes of ``rows``, on all ranks, are in groups that get credit."""
-        return int(self.run.distributed.all_reduce_sum(int(self._nonzero_variance(rows).sum())))
-
-    def choose(self, rows: TensorDictBase, wanted: int) -> TensorDictBase:
-        """The rows of groups that get credit: at most ``wanted`` on all ranks, the first in the
-        order in which one process collects them."""
-        chosen = rows[self._nonzero_variance(rows)]
-        ids = zip(chosen[keys.GROUP_ID].tolist(), chosen[keys.EPISODE_ID].tolist(), strict=True)
-        first = [episode for _, episode in sorted(self.run.distributed.all_gather(list(ids)))[:wanted]]
-        return chosen[torch.isin(chosen[keys.EPISODE_ID], torch.tensor(first, dtype=torch.int64, device=rows.device))]
-
-    def _nonzero_variance(self, rows: TensorDictBase) -> Tensor:
-        """Which rows are of groups that the update would learn from, ``[B]`` bool: what the
-        estimator makes of the score decides."""
-        # In a copy: the rows that are chosen are credited again, as one batch. Without
-        # `overlong_penalty`: it would find every group whose answers differ in length, also where
-        # all of them lost (DAPO judges its groups by the answers alone).
-        return data.nonzero_variance(self._estimate(rows.copy()))
+ATTEMPTS = 4
+"""Lengths of a step that are tried before it is taken back; each costs a scoring pass."""
 
 
-class Updater:
-    """Takes the optimizer steps of an iteration.
+class NonFiniteGradientError(FloatingPointError):
+    """Gradients stay NaN or infinite. Weights and optimizer are those of the last step that was
+    taken."""
+
+
+class Update:
+    """Takes the optimizer steps of an iteration, on rows that :class:`~torchrl_llm.trainers.Credit`
+    has credited.
+
+    Loss and frozen modules are moved to the device of ``distributed``, in place, and wrapped where
+    there are several processes.
 
     Args:
-        run: the trainer.
+        loss: one of :mod:`torchrl_llm.objectives`.
+        optimizer: of all trainable parameters of ``loss``, the actor's as its first group, the
+            critic's, if any, as its second; it has not stepped.
+        distributed: the training processes. Default: accelerate's.
+        config: ``epochs``, ``minibatch_size``, ``max_tokens``, ``max_grad_norm``,
+            ``critic_warmup``, ``target_kl`` and ``target_kl_share`` are read. Default:
+            ``TrainerConfig()``.
+        frozen: modules that compute with weights and are not trained, such as a reference.
+        generator: of the order of minibatches. Default: one seeded with ``config.seed``.
+        logprobs_match_trainer: as in :class:`~torchrl_llm.trainers.Credit`.
+        on_step: called with the rows ``[b]`` and the metrics (scalars) of each optimizer step. What
+            it adds to them, scalars under names of their own, is returned as the mean over the
+            steps that add it.
+
+    Attributes:
+        module: computes the loss on all ranks.
+        optimizer: the one given, as accelerate prepares it.
+        skipped_in_a_row: optimizer steps that were skipped since the last one that was taken.
+        iteration: of the present or the last update.
+
+    Raises:
+        ConfigError: the optimizer's parameters are not those of the loss, or weights cannot be
+            moved.
+
+    Examples:
+        >>> from torchrl_llm.modules import TokenScorer
+        >>> from torchrl_llm.objectives import LLMReinforceLoss
+        >>> from torchrl_llm.testing.enumerable import EnumerableMDP, tiny_lm
+        >>> from torchrl_llm.trainers import Credit
+        >>> actor, here = TokenScorer(tiny_lm(0)), Distributed.of(Accelerator(cpu=True))
+        >>> loss = LLMReinforceLoss(actor, kl_coeff=0.0)
+        >>> rows = Credit(loss, distributed=here)(EnumerableMDP().rows(actor))
+        >>> optimizer = torch.optim.SGD(actor.parameters(), lr=0.5)
+        >>> update = Update(loss, optimizer, here, config=TrainerConfig(epochs=2, target_kl=0.01))
+        >>> metrics = update(rows)
+        >>> metrics["optim/skipped_steps"], metrics["policy/kl_update"] <= 0.01
+        (0.0, True)
     """
 
-    def __init__(self, run: TrainerBase) -> None:
-        self.run = run
+    def __init__(
+        self,
+        loss: TurnPolicyLoss,
+        optimizer: torch.optim.Optimizer,
+        distributed: Distributed | None = None,
+        *,
+        config: TrainerConfig | None = None,
+        frozen: Sequence[nn.Module] = (),
+        generator: torch.Generator | None = None,
+        logprobs_match_trainer: Callable[[], bool] = lambda: True,
+        on_step: Callable[[TensorDictBase, dict[str, Tensor]], None] | None = None,
+    ) -> None:
+        self.loss, self.config = loss, config or TrainerConfig()
+        self.distributed = distributed or Distributed.of(Accelerator())
+        self.generator = generator or torch.Generator().manual_seed(self.config.seed)
+        self.logprobs_match_trainer, self.on_step = logprobs_match_trainer, on_step
+        self.skipped_in_a_row = self.iteration = 0
+        # Before sharding, which fails with a KeyError on a parameter that is none of the loss's.
+        check_optimizer(optimizer, loss)
+        self.module, self.optimizer = self.distributed.prepare(loss, optimizer, *frozen)
 
     @property
     def warms_up_critic(self) -> bool:
         """Whether the actor's parameters take no step in this iteration."""
-        return self.run.iteration < self.run.config.critic_warmup
+        return self.iteration < self.config.critic_warmup
 
-    def update(self, batch: TensorDictBase) -> dict[str, float]:
-        """Take the optimizer steps of an update on rows ``[B]``; returns the means of their
-        metrics."""
-        target, steps, added = self.run.config.target_kl, [], []
-        region = Unbounded() if target is None or self.warms_up_critic else TrustRegion(self.run, batch, target)
+    def __call__(self, batch: TensorDictBase, iteration: int = 0) -> dict[str, float]:
+        """Take ``config.epochs`` passes of optimizer steps over rows ``[B]``.
+
+        Args:
+            batch: scored and credited.
+            iteration: of the run, from 0: ``config.critic_warmup`` counts them, and messages name
+                them.
+
+        Returns:
+            The means of the steps' metrics, by name.
+
+        Raises:
+            NonFiniteGradientError: as many steps in a row as
+                :data:`~torchrl_llm.trainers.MAX_SKIPPED_STEPS` were skipped.
+        """
+        self.iteration = iteration
+        steps, added, region = [], [], self._region(batch)
         for minibatch, last in self._passes(batch):
             metrics = self.accumulate(self.micro_batches(minibatch))
-            if region.settle(metrics.get("policy/kl_old")):
+            if region is not None and region.settle(metrics.get("policy/kl_old")):
                 # The gradient was taken where the step before led, and not where it is now.
-                self.run.optimizer.zero_grad(set_to_none=True)
+                self.optimizer.zero_grad(set_to_none=True)
                 break
             metrics |= self.step(region)
-            if last:
+            if last and region is not None:
                 region.settle(None)
             steps.append(metrics)
             added.append(self._added(minibatch, metrics))
         means = _means(steps) | {SKIPPED: sum(metrics[SKIPPED].item() for metrics in steps)}
         means |= checked_metrics(_means(added), source="callbacks")
-        return means | self.log_prob_gap(batch, steps[0]) | _at_start(steps[0]) | region.metrics()
+        means |= self.log_prob_gap(batch, steps[0]) | _at_start(steps[0])
+        return means if region is None else means | region.metrics()
+
+    def _region(self, batch: TensorDictBase) -> TrustRegion | None:
+        if self.config.target_kl is None or self.warms_up_critic:
+            return None
+        return TrustRegion(
+            self.loss,
+            self.optimizer,
+            batch,
+            self.config.target_kl,
+            share=self.config.target_kl_share,
+            max_tokens=self.config.micro_batch_tokens,
+            distributed=self.distributed,
+            logprobs_match_trainer=self.logprobs_match_trainer(),
+        )
 
     def _added(self, minibatch: TensorDictBase, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the callbacks add to the metrics of an optimizer step, or change in them."""
+        """What :attr:`on_step` adds to the metrics of an optimizer step, or changes in them."""
         heard = dict(metrics)
-        for callback in self.run.callbacks:
-            callback.on_minibatch(self.run, minibatch, heard)
+        if self.on_step is not None:
+            self.on_step(minibatch, heard)
         return {name: torch.as_tensor(value).float() for name, value in heard.items() if value is not metrics.get(name)}
 
     def _passes(self, batch: TensorDictBase) -> Iterator[tuple[TensorDictBase, bool]]:
         """The optimizer batches of all epochs, each with whether it is the last."""
-        for left in reversed(range(self.run.config.epochs)):
+        for left in reversed(range(self.config.epochs)):
             *others, final = self.minibatches(batch)
             yield from ((rows, False) for rows in others)
             yield final, not left
@@ -230,22 +177,22 @@ class Updater:
     def minibatches(self, batch: TensorDictBase) -> list[TensorDictBase]:
         """Rows ``[B]``, shuffled and cut into optimizer batches; equally many on all ranks, none
         empty."""
-        run, distributed = self.run, self.run.distributed
+        distributed = self.distributed
         # again: an Accelerator made since then may have changed it
-        check_accumulation(run.accelerator)
+        check_accumulation(distributed.accelerator)
         own = distributed.own_rows(batch)
-        size = run.config.minibatch_size or int(distributed.all_reduce_sum(own.shape[0]))
-        found = data.minibatches(own, size, generator=run.generator, process_group=distributed.process_group)
+        size = self.config.minibatch_size or int(distributed.all_reduce_sum(own.shape[0]))
+        found = data.minibatches(own, size, generator=self.generator, process_group=distributed.process_group)
         # One spare row will do: the credit is written, and no groups are compared any more.
         return [distributed.nonempty(rows, batch[:1]) for rows in found]
 
     def micro_batches(self, rows: TensorDictBase) -> list[TensorDictBase]:
         """An optimizer batch with its loss weights, cut so that a part fits into memory; equally
         many on all ranks."""
-        distributed = self.run.distributed
-        weighted, loss = write_loss_weights(rows, self.run.loss, distributed.process_group), self.run.loss
+        distributed, loss = self.distributed, self.loss
+        weighted = write_loss_weights(rows, loss, distributed.process_group)
         cost = prefix_cost(loss.actor_network, *([loss.critic_network] if loss.critic_network is not None else []))
-        return distributed.equal_count(data.micro_batches(weighted, self.run.config.micro_batch_tokens, cost))
+        return distributed.equal_count(data.micro_batches(weighted, self.config.micro_batch_tokens, cost))
 
     def accumulate(self, parts: list[TensorDictBase]) -> dict[str, Tensor]:
         """Accumulate the gradient of one optimizer batch: losses are weighted sums, so its
@@ -253,21 +200,21 @@ class Updater:
         outputs = []
         for i, part in enumerate(parts):
             # DDP averages gradients once an optimizer step, with the last micro-batch.
-            with self.run.distributed.no_sync(self.run.module) if i + 1 < len(parts) else nullcontext():
-                with self.run.accelerator.autocast():
-                    out = self.run.module(part)
+            with self.distributed.no_sync(self.module) if i + 1 < len(parts) else nullcontext():
+                with self.distributed.accelerator.autocast():
+                    out = self.module(part)
                 loss = total(out)
                 if self.warms_up_critic:
-                    loss = self.run.distributed.reach_all_parameters(out["loss_critic"], loss)
-                self.run.distributed.backward(loss)
+                    loss = self.distributed.reach_all_parameters(out["loss_critic"], loss)
+                self.distributed.backward(loss)
             outputs.append(out)
-        merged = self.run.distributed.merge_outputs(outputs)
+        merged = self.distributed.merge_outputs(outputs)
         padding = torch.tensor(data.padding_share(parts), dtype=torch.float64)
         return {name: value for key, value in merged.items() if (name := loss_metric(key))} | {
             "data/padding_share": padding
         }
 
-    def step(self, region: Unbounded | TrustRegion | None = None) -> dict[str, Tensor]:
+    def step(self, region: TrustRegion | None = None) -> dict[str, Tensor]:
         """Clip the gradient and step; a gradient that is not finite takes no step, and weights and
         optimizer stay as they are.
 
@@ -280,28 +227,61 @@ class Updater:
 
         Raises:
             NonFiniteGradientError: as many steps in a row as
-                :data:`~torchrl_llm.trainers.finite.MAX_SKIPPED_STEPS` were skipped.
+                :data:`~torchrl_llm.trainers.MAX_SKIPPED_STEPS` were skipped.
         """
         norms = self.clip()
-        taken = all_finite(norms, self.run.accelerator.device)
+        taken = _all_finite(norms, self.distributed.device)
         if taken:
-            self.run.skipped_in_a_row = 0
-            (region or Unbounded()).take(self.run.optimizer.step)
-        self.run.optimizer.zero_grad(set_to_none=True)
+            self.skipped_in_a_row = 0
+            if region is None:
+                self.optimizer.step()
+            else:
+                region.take(self.optimizer.step)
+        self.optimizer.zero_grad(set_to_none=True)
         if not taken:
-            skip_step(self.run, norms)
+            self._skip(norms)
         return (norms if taken else {}) | {SKIPPED: torch.tensor(float(not taken))}
+
+    def _skip(self, norms: Mapping[str, Tensor]) -> None:
+        """Account for an optimizer step that is not taken, because a norm of its gradient is not
+        finite.
+
+        In float16 a loss scale that is too high makes gradients infinite: it is lowered, as is
+        normal in the first steps of a run. All other steps count, and
+        :data:`~torchrl_llm.trainers.MAX_SKIPPED_STEPS` in a row end the run.
+        """
+        found = ", ".join(f"{name.rpartition('_')[2]} {norm.item():.3g}" for name, norm in norms.items())
+        iteration = self.iteration + 1  # as in the table of metrics
+        if (scale := _lowered_loss_scale(self.distributed.accelerator)) is not None:
+            logger.info(
+                "iteration %d: the loss scale is lowered to %g (norms of the gradient: %s)", iteration, scale, found
+            )
+            return
+        self.skipped_in_a_row += 1
+        logger.warning(
+            "iteration %d: an optimizer step is skipped, because its gradient is not finite (norms: %s): weights and optimizer stay "
+            "as they are",
+            iteration,
+            found,
+        )
+        if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            raise NonFiniteGradientError(
+                f"The gradients of {self.skipped_in_a_row} optimizer steps in a row were not finite (norms of the last: {found}), so the "
+                f"run ends in iteration {iteration}. None of them was taken: the weights are finite. Look for the square root, the "
+                "logarithm or a division by 0 in a loss of your own (torch.autograd.set_detect_anomaly(True) names the operation); "
+                "with fp16, try bf16. resume=true continues from the last checkpoint."
+            )
 
     def clip(self) -> dict[str, Tensor]:
         """Clip the gradient, actor and critic apart; returns the norms before."""
         if self.warms_up_critic:
             # None and not zeros, which AdamW would step with its moments and weight decay. A trunk
             # that actor and critic share is in the actor's group, and keeps still too.
-            for parameter in self.run.optimizer.param_groups[0]["params"]:
+            for parameter in self.optimizer.param_groups[0]["params"]:
                 parameter.grad = None
         # Once for all groups: a gradient scaler refuses to unscale twice.
-        self.run.accelerator.unscale_gradients(self.run.optimizer)
-        norms = clip_gradients(self.run.optimizer, self.run.config.max_grad_norm)
+        self.distributed.accelerator.unscale_gradients(self.optimizer)
+        norms = clip_gradients(self.optimizer, self.config.max_grad_norm)
         return {f"optim/grad_norm_{name}": full_on_cpu(norm) for name, norm in zip(GROUPS, norms, strict=False)}
 
     def log_prob_gap(self, batch: TensorDictBase, first_step: Mapping[str, Tensor]) -> dict[str, float]:
@@ -317,14 +297,34 @@ class Updater:
             return {}
         actions = batch[keys.TURN_IDS] >= 0
         gap = (batch[keys.OLD_LOG_PROB] - batch[keys.SAMPLE_LOG_PROB])[actions].abs()
-        return {name: self.run.distributed.all_reduce_mean(gap)}
+        return {name: self.distributed.all_reduce_mean(gap)}
 
 
-def _has_unknown(batch: TensorDictBase, log_prob: Tensor) -> bool:
-    """Whether a row ``[B, L]`` has NaN as the log-prob of each of its action tokens, which were not
-    sampled."""
-    actions = batch[keys.TURN_IDS] >= 0
-    return bool((actions.any(-1) & (log_prob.isnan() | ~actions).all(-1)).any())
+def _all_finite(norms: Mapping[str, Tensor], device: torch.device) -> bool:
+    """Whether all norms of a gradient are finite: with one wait for the device, and the same on all
+    ranks.
+
+    The norms are the same there: DDP has averaged the gradients, and with FSDP2 a norm is that of
+    all shards.
+    """
+    return bool(torch.stack([norm.detach().isfinite().to(device) for norm in norms.values()]).all())
+
+
+def _lowered_loss_scale(accelerator: Accelerator) -> float | None:
+    """The loss scale of float16 after it was lowered for a step that is skipped; ``None``: it
+    cannot be the cause.
+
+    Only a scale above 1 can: without any scale, smaller gradients are lost and not infinite.
+    """
+    scaler = accelerator.scaler
+    if scaler is None:
+        return None
+    before = scaler.get_scale()
+    # In place of scaler.step(), which would skip the step too, but takes one whose gradient is
+    # finite and too large for a norm.
+    scaler.update()
+    after = scaler.get_scale()
+    return after if 1.0 <= after < before else None
 
 
 def _at_start(first_step: Mapping[str, Tensor]) -> dict[str, float]:
@@ -339,3 +339,133 @@ def _means(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     names = dict.fromkeys(name for step in steps for name in step)
     # One transfer from the device for a metric, and not one for each step.
     return {name: torch.stack([step[name] for step in steps if name in step]).mean().item() for name in names}
+
+
+class TrustRegion:
+    """Shortens an optimizer step that moves the policy too far from the one that sampled, and ends
+    the update with it.
+
+    A clipped ratio, and a KL that is read before a step, say nothing of where the step leads. Here
+    the KL is measured after it, on episodes of the batch, and a step that goes beyond ``target`` is
+    shortened until it stays within: as the line search of TRPO does (Schulman et al., 2015,
+    arXiv:1502.05477, appendix C). The steps that would follow in the same update lead further away,
+    so they are left out, as PPO's early stopping does.
+
+    The forward of the next optimizer step computes with the same weights, so its KL is had for
+    nothing: where it is within the target, no pass is spent on those episodes. They decide in all
+    other cases and after the update's last step, and the way since they were last asked is what is
+    shortened: so they always end within the target.
+
+    The critic's own parameters take the whole step.
+
+    Args:
+        loss: its actor network is bounded.
+        optimizer: its first group of parameters is the actor's.
+        rows: ``[B]``, those of the update, with the log-probs that its ratios are taken against.
+        target: KL from the policy before the update to the one after it, per action token, in nats.
+        share: of the rows that is scored, at least.
+        max_tokens: of one scoring pass.
+        distributed: the training processes. Default: accelerate's.
+        logprobs_match_trainer: whether the policy recorded the log-probs that the actor would
+            compute with the weights before the update. Where it did not and the rows have no
+            ``"old_log_prob"``, they are scored.
+    """
+
+    def __init__(
+        self,
+        loss: TurnPolicyLoss,
+        optimizer: torch.optim.Optimizer,
+        rows: TensorDictBase,
+        target: float,
+        *,
+        share: float = 0.25,
+        max_tokens: int = MOST_TOKENS,
+        distributed: Distributed | None = None,
+        logprobs_match_trainer: bool = True,
+    ) -> None:
+        self.target, self.distributed = target, distributed or Distributed.of(Accelerator())
+        self._actor, self._max_tokens = loss.actor_network, max_tokens
+        # Whether the loss's KL is a mean over action tokens, as the target is; one of your own may
+        # say nothing of it.
+        self._reads_next = getattr(loss, "weighting", None) == "token"
+        # Evenly spaced, because groups are neighbors; the same rows, however many processes share
+        # them.
+        chosen = data.spaced_rows(self.distributed.own_rows(rows), int(1 / share), self.distributed.process_group)
+        chosen = self.distributed.nonempty(chosen, rows[:1])
+        self._rows = chosen.select(*self._actor.in_keys, keys.ATTENTION_MASK)
+        self._actions = chosen[keys.TURN_IDS] >= 0
+        self._parameters: list[Tensor] = optimizer.param_groups[0]["params"]
+        self._kl, self._shares = 0.0, list[float]()
+        # Where the steps began that are not measured yet, and how many they are.
+        self._start, self._open = list[Tensor](), 0
+        known = keys.OLD_LOG_PROB if keys.OLD_LOG_PROB in chosen else keys.SAMPLE_LOG_PROB
+        # Where the sampler computes other log-probs, the difference would count as a step of the
+        # policy.
+        scored = known == keys.SAMPLE_LOG_PROB and not logprobs_match_trainer
+        self._old = self._score() if scored else chosen[known]
+
+    def take(self, step: Callable[[], object]) -> None:
+        """Let ``step`` move the actor; :meth:`settle` says how much of it is kept."""
+        if not self._open:
+            self._start = [parameter.detach().clone() for parameter in self._parameters]
+        self._open += 1
+        step()
+
+    def settle(self, kl: Tensor | None) -> bool:
+        """Keep the share of the last steps that stays within the target; returns whether they were
+        shortened, and so end the update.
+
+        Args:
+            kl: from the old policy to the present one on the next minibatch; ``None``: not known.
+        """
+        if not self._open or (kl is not None and self._reads_next and kl.item() <= self.target):
+            return False
+        self._kl = self.kl()
+        # Not ">": a KL may be nan.
+        share = 1.0 if self._kl <= self.target else self._shorten()
+        self._shares += [share] * self._open
+        self._open = 0
+        return share < 1
+
+    def metrics(self) -> dict[str, float]:
+        """The KL after the last step, and the mean share that was kept of the steps; nothing if all
+        steps were skipped."""
+        shares = self._shares
+        return {"policy/kl_update": self._kl, "optim/step_share": sum(shares) / len(shares)} if shares else {}
+
+    def _shorten(self) -> float:
+        """Go back to where the KL is within the target, in a straight line; returns the share of
+        the way that is left."""
+        share = 1.0
+        for _ in range(ATTEMPTS):
+            # The KL grows about with the square of the length. 0.9 aims below the target. The
+            # bounds keep a bad estimate from hardly moving, or from giving up the step at once.
+            factor = min(0.9, max(0.1, 0.9 * math.sqrt(self.target / self._kl))) if math.isfinite(self._kl) else 0.1
+            share *= factor
+            # One at a time and in place: a list of all, or of the steps, would take as much memory
+            # again.
+            self._move(start + factor * (now - start) for now, start in zip(self._parameters, self._start, strict=True))
+            if self._kl <= self.target:
+                return share
+        self._move(self._start)
+        return 0.0
+
+    @torch.no_grad()
+    def _move(self, values: Iterable[Tensor]) -> None:
+        for parameter, value in zip(self._parameters, values, strict=True):
+            # In place: the optimizer and a policy that samples with these weights hold the tensors.
+            parameter.copy_(value)
+        self._kl = self.kl()
+
+    @torch.no_grad()
+    def kl(self) -> float:
+        """KL from the policy before the update to the present one, per action token, estimated on
+        the tokens sampled (k3)."""
+        # In this order of its arguments k3 is KL(old || new).
+        return self.distributed.all_reduce_mean(kl_estimate(self._old, self._score(), "k3")[self._actions])
+
+    @torch.no_grad()
+    def _score(self) -> Tensor:
+        distributed, cost = self.distributed, prefix_cost(self._actor)
+        with distributed.accelerator.autocast(), distributed.gathered_parameters():
+            return data.apply_in_micro_batches(self._actor, self._rows.copy(), self._max_tokens, cost)[keys.LOG_PROB]

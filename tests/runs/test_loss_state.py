@@ -12,7 +12,7 @@ from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss, ReBN
 from torchrl_llm.runs import build_run
-from torchrl_llm.trainers.loss_state import own_state
+from torchrl_llm.runs.loss_state import own_state
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

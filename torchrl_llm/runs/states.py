@@ -11,7 +11,6 @@ import tensordict
 import torch
 from torchrl.checkpoint import Checkpoint, CheckpointError, StateDictCheckpointAdapter
 
-from torchrl_llm.envs import SeenTasks
 from torchrl_llm.envs.resharding import reshard_state, same_tasks
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.fsdp import shard_like
@@ -181,17 +180,3 @@ def states_of(**components: Any) -> Checkpoint:
     for name, component in components.items():
         checkpoint.register(name, component, adapter=State())
     return checkpoint
-
-
-def state_of(seen: SeenTasks) -> dict[str, Any]:
-    """What a trainer's state has of its tasks."""
-    return {"seen_tasks": torch.from_numpy(seen.tasks.copy()), "seen_tasks_complete": seen.complete}
-
-
-def read_state(seen: SeenTasks, state: dict[str, Any]) -> None:
-    """Restore the tasks from a trainer's state, also from one of an earlier version, which did not
-    say whether they are all."""
-    if "seen_tasks" in state:
-        seen.tasks = state["seen_tasks"].numpy()
-    # It had none only where the rows did not say their tasks: every other run trains on some.
-    seen.complete = state.get("seen_tasks_complete", bool(len(seen)) or state.get("iteration") == 0)

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torchrl.checkpoint import CheckpointError
+from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_llm.objectives import TurnPolicyLoss
-from torchrl_llm.trainers.base import TrainerBase
-from torchrl_llm.trainers.states import Held, states_of
+from torchrl_llm.runs.states import Held, states_of
+from torchrl_llm.trainers import Callback, Distributed, LLMTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -21,20 +22,26 @@ _EXTRA = "_extra_state"
 """What PyTorch calls the entry of ``get_extra_state`` in a ``state_dict``."""
 
 
-class LossState:
+class LossState(Callback):
     """The state of a loss and its estimator as one component of a checkpoint: their ``state_dict``
     without the networks'.
 
     Buffers, parameters and what ``get_extra_state`` returns belong to it: a baseline or a
     coefficient that is learned, say.
 
+    As a callback it ends loading when training begins: an estimator that was made since then gets
+    its state, and what has no place is named.
+
     Args:
-        run: the trainer; every rank calls :meth:`gather` before the first one saves, and loads.
+        loss: with its estimator.
+        distributed: all ranks; each calls :meth:`gather` before the first one saves, and loads.
     """
 
-    def __init__(self, run: TrainerBase) -> None:
-        self.run = run
+    def __init__(self, loss: TurnPolicyLoss, distributed: Distributed) -> None:
+        self.loss, self.distributed = loss, distributed
         self._state: dict[str, Any] = {}
+        # The estimator for which a state was loaded, and the state; None once training has begun.
+        self._loaded: tuple[ValueEstimatorBase, dict[str, Any]] | None = None
 
     def gather(self) -> None:
         """Gather the state on the first rank.
@@ -42,19 +49,40 @@ class LossState:
         Raises:
             CheckpointError: a checkpoint cannot hold a part of it.
         """
-        own = own_state(self.run.loss)
-        check_state(self.run.loss, own)
-        self._state = self.run.distributed.full_state(own)
+        own = own_state(self.loss)
+        check_state(self.loss, own)
+        self._state = self.distributed.full_state(own)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that :meth:`gather` found; empty for the losses of this library."""
         return self._state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what the loss and its estimator have a place for; :func:`settle` warns of the rest,
-        when training begins."""
-        _load(self.run.loss, state_dict)
-        self.run.loaded_loss_state = (self.run.loss.value_estimator, dict(state_dict))
+        """Load what the loss and its estimator have a place for; :meth:`on_start` warns of the
+        rest."""
+        _load(self.loss, state_dict)
+        self._loaded = (self.loss.value_estimator, dict(state_dict))
+
+    def on_start(self, trainer: LLMTrainer) -> None:
+        """End loading.
+
+        Raises:
+            CheckpointError: see :func:`check_state`; so that a run does not end with its first
+                checkpoint.
+        """
+        if trainer.checkpoints is not None:
+            check_state(self.loss, own_state(self.loss))
+        if self._loaded is None:
+            return
+        (estimator, state), self._loaded = self._loaded, None
+        if self.loss.value_estimator is not estimator:
+            _load(self.loss, state)
+        if left := sorted((own_state(self.loss).keys() | state.keys()) - _fitting(self.loss, state).keys()):
+            logger.warning(
+                "the checkpoint's state of %s and its estimator is not that of the one here: %s begin as new",
+                type(self.loss).__name__,
+                ", ".join(left),
+            )
 
 
 def own_state(loss: TurnPolicyLoss) -> dict[str, Any]:
@@ -140,27 +168,3 @@ def _fits(loss: TurnPolicyLoss, name: str, value: Any, own: Any) -> bool:
 def _load(loss: TurnPolicyLoss, state: Mapping[str, Any]) -> None:
     # Not strict: the networks' weights are read from files of their own.
     loss.load_state_dict(_fitting(loss, state), strict=False)
-
-
-def settle(run: TrainerBase) -> None:
-    """End loading when training begins: an estimator made since then gets its state, and what has
-    no place is named.
-
-    Raises:
-        CheckpointError: see :func:`check_state`; so that a run does not end with its first
-            checkpoint.
-    """
-    if run.checkpoints is not None:
-        check_state(run.loss, own_state(run.loss))
-    if run.loaded_loss_state is None:
-        return
-    estimator, state = run.loaded_loss_state
-    run.loaded_loss_state = None
-    if run.loss.value_estimator is not estimator:
-        _load(run.loss, state)
-    if left := sorted((own_state(run.loss).keys() | state.keys()) - _fitting(run.loss, state).keys()):
-        logger.warning(
-            "the checkpoint's state of %s and its estimator is not that of the one here: %s begin as new",
-            type(run.loss).__name__,
-            ", ".join(left),
-        )
