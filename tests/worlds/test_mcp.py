@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import math
@@ -24,7 +25,7 @@ from torchrl_llm.runs import RunConfig, build_run
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.worlds import mcp as mcp_tools
-from torchrl_llm.worlds.mcp import MCPServerError, MCPTools
+from torchrl_llm.worlds.mcp import MCPServerError, MCPTools, _initialize
 
 pytestmark = pytest.mark.families
 pytest.importorskip("fastmcp")
@@ -253,6 +254,26 @@ class TestFaults:
     def test_a_program_that_is_missing(self, command, tokenizer):
         with pytest.raises(EnvironmentFault, match=f"at its reset .*The MCP server '{command}' cannot be reached"):
             episode(MCPTools({"command": command}, timeout=LIMIT), ["stop"], tokenizer, max_faults=0)
+
+    def test_a_program_that_ends_at_once_is_never_waited_for(self):
+        """It ends before it is asked, or while it is, or later."""
+        for _ in range(60):
+            with pytest.raises(MCPServerError, match="cannot be reached"):
+                MCPTools({"command": "true"}, timeout=LIMIT).instruction_string()
+
+    def test_a_session_that_ended_before_it_was_asked(self):
+        """As the client is when a program ended between its start and the first question: that has
+        no answer, and every later one fails."""
+
+        class Ended:
+            async def initialize(self):
+                await asyncio.Event().wait()
+
+            async def ping(self):
+                raise RuntimeError("the session is closed")
+
+        with pytest.raises(RuntimeError, match="the session is closed"):
+            asyncio.run(asyncio.wait_for(_initialize(Ended()), LIMIT))
 
     def test_a_server_that_is_back_is_used_again(self, server):
         process, url = server

@@ -29,6 +29,7 @@ T = TypeVar("T")
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _INVALID_PARAMS = -32602  # JSON-RPC: the server refuses this call, and goes on
 _DEEPEST = 64  # brackets within each other; parsers of JSON end at some hundreds
+_PATIENCE = 1.0  # seconds without an answer, after which a server is asked again
 _CLOSE_TIMEOUT = 10.0  # seconds in which a session should have ended
 
 _HOW = """\
@@ -143,9 +144,12 @@ class MCPTools:
 
     async def _connected(self, work: Callable[[Any], Awaitable[T]]) -> T:
         if self._client is None:
-            client = self._make(self._config)
+            program = isinstance(self._config, dict)
+            client = self._make(self._config, auto_initialize=not program)
             await client.__aenter__()
             self._client, self._end = client, weakref.finalize(self, _close, client)
+            if program:
+                await _initialize(client)
         return await work(self._client)
 
     def _drop(self) -> None:
@@ -225,6 +229,29 @@ async def _answer(client: Any, name: str, arguments: Mapping[str, Any]) -> tuple
             return True, str(error)
         raise
     return result.is_error, "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+
+
+async def _initialize(client: Any) -> None:
+    """Begin the session with a program.
+
+    The answer of one that ends before it is asked would be waited for until the timeout; what is
+    asked later fails at once. A program may be pinged at any time, a web server in a session only.
+    """
+    starting = asyncio.ensure_future(client.initialize())
+    try:
+        await asyncio.wait([starting], timeout=_PATIENCE)
+        if not starting.done():
+            # Not cancelled, whatever happens: an answer that nobody waits for would end the
+            # session.
+            asking = asyncio.ensure_future(client.ping())
+            await asyncio.wait([starting, asking], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([starting], timeout=_PATIENCE)  # of one that refuses pings
+            if not starting.done():
+                await asking
+            asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
+        await starting
+    finally:
+        starting.cancel()
 
 
 async def _answers(client: Any) -> bool:
