@@ -5,7 +5,7 @@ from.
     python benchmarks/self_play.py --game nim --seeds 3
     python benchmarks/self_play.py --report
 
-``take-away`` is :class:`~torchrl_llm.testing.games.TakeAway`, ``nim`` is TextArena's ``Nim-v0``
+``take-away`` is :class:`~torchrl_llm.testing.take_away.TakeAway`, ``nim`` is TextArena's ``Nim-v0``
 with two piles of up to 3 (the extra ``textarena``). A small model imitates random legal play, once
 for each game; that is the start. From it each seed trains by self-play: LLMREINFORCE with
 role-relative advantages, both seats learn from every game. Then the trained weights play 400 games
@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerFast
 from torchrl_llm.envs import EnvSpec, SelfPlayEnv, resolve_env
 from torchrl_llm.modules import PlayerPolicy
 from torchrl_llm.runs import Match, Run, RunConfig, build_run, play_match
-from torchrl_llm.testing.games import TakeAway, take_at_random, take_well
+from torchrl_llm.testing.take_away import TakeAway, take_at_random, take_well
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer, word_tokenizer
 
@@ -190,7 +190,7 @@ def warm_start(game: str, folder: Path) -> Path:
     player = (
         f"self_play:{chosen['players']['random'].__name__}"
         if game == "nim"
-        else "torchrl_llm.testing.games:take_at_random"
+        else "torchrl_llm.testing.take_away:take_at_random"
     )
     run = make_run(game, folder / "warm", folder / "untrained", algo="SFT", demonstrations=player, **chosen["warm"])
     history = run.trainer.train()

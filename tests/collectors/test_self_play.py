@@ -18,8 +18,8 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import SelfPlayCollector, TurnCollector
 from torchrl_llm.envs import EnvironmentFault, EnvironmentUnavailableError, GEMEnv, SelfPlayEnv
 from torchrl_llm.keys import StopReason
-from torchrl_llm.testing.games import TakeAway
 from torchrl_llm.testing.policies import ScriptedPolicy
+from torchrl_llm.testing.take_away import TakeAway
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 from torchrl_llm.utils.options import ConfigError
 

@@ -28,8 +28,8 @@ from torchrl_llm.envs import (
     SelfPlayEnv,
 )
 from torchrl_llm.modules import PlayerPolicy
-from torchrl_llm.testing.games import TakeAway
 from torchrl_llm.testing.policies import ScriptedPolicy
+from torchrl_llm.testing.take_away import TakeAway
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"

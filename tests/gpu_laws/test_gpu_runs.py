@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from torchrl_llm import keys
 from torchrl_llm.envs import GEMEnv, PromptDatasetEnv
 from torchrl_llm.modules import prefix_attention
-from torchrl_llm.testing.games import TakeAway
 from torchrl_llm.testing.pretended_gpu import pretended_gpu
+from torchrl_llm.testing.take_away import TakeAway
 
 pytestmark = [
     pytest.mark.extra,

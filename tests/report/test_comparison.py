@@ -327,7 +327,7 @@ class TestSettings:
             run.begin()
             run.close()
             (tmp_path / name / "result.json").write_text(
-                json.dumps({"success_after": 0.5, "started": run.opening.info["started"]})
+                json.dumps({"success_after": 0.5, "started": run.open_folder.info["started"]})
             )
         text = compare_runs([tmp_path / name for name in parts])
         (over_seeds,) = (part.splitlines() for part in text.split("\n\n") if part.startswith("over seeds"))

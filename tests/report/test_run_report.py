@@ -24,6 +24,6 @@ def test_peak_memory_is_in_megabytes_where_the_system_tells_it(tmp_path, monkeyp
     report = module_from_spec(spec)
     spec.loader.exec_module(report)
     trainer = SimpleNamespace(distributed=SimpleNamespace(is_main=True), history=[], episodes=0, iteration=0)
-    opening = SimpleNamespace(info={"started": "now"})
-    run = SimpleNamespace(config=RunConfig(output_dir=tmp_path), trainer=trainer, opening=opening)
+    open_folder = SimpleNamespace(info={"started": "now"})
+    run = SimpleNamespace(config=RunConfig(output_dir=tmp_path), trainer=trainer, open_folder=open_folder)
     assert report.RunReport(print).write(run, "stopped")["peak_rss_mb"] == expected

@@ -153,7 +153,7 @@ class TestTwoProcesses:
         settings = config(folder, resume=True)
         run = build_run(settings)
         check = RunFolder(settings).check
-        run.opening.on_start(run.trainer)
+        run.open_folder.on_start(run.trainer)
         assert forked(check) == 3
         run.trainer.train()
         assert forked(check) == 0

@@ -16,15 +16,15 @@ from torchrl_llm.metrics import paired_comparison
 from torchrl_llm.modules import PlayerPolicy
 from torchrl_llm.runs import RunConfig, build_run, parse_run_config, play_match
 from torchrl_llm.runs.saved import SavedModel
-from torchrl_llm.testing.games import TakeAway, take_at_random, take_well
 from torchrl_llm.testing.policies import ScriptedPolicy
+from torchrl_llm.testing.take_away import TakeAway, take_at_random, take_well
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer, word_tokenizer
 from torchrl_llm.trainers import evaluate
 from torchrl_llm.utils.options import ConfigError
 
 TOKENIZER = byte_tokenizer()
-GAMES = "torchrl_llm.testing.games"
+GAMES = "torchrl_llm.testing.take_away"
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
 

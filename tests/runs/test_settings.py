@@ -54,7 +54,7 @@ from torchrl.checkpoint import CheckpointError
 from torchrl_llm.envs import EnvironmentFault, NotAppendOnlyError
 from torchrl_llm.modules import AdapterError
 from torchrl_llm.runs import ConfigError, RunConfig, build_run
-from torchrl_llm.testing.games import TakeAway
+from torchrl_llm.testing.take_away import TakeAway
 
 EVALUATED = {"evaluation_interval": 1}
 SAVED = {"save_checkpoints": True, "checkpoint_interval": 1}
@@ -192,7 +192,7 @@ LAW: dict[str, list[Case]] = {
     "offload_base": [works(True, lora_r=2, **VLLM), idle(True)],
     "weight_sync": [*of_vllm("reload"), idle("adapter", **VLLM), idle("reload", **VLLM | RAY), idle("nccl", **VLLM | RAY)],
     "collector": [works("async", run=built)],
-    "opponent": [works("torchrl_llm.testing.games:take_well", collector="self_play", env=TakeAway, run=built), idle("tiny")],
+    "opponent": [works("torchrl_llm.testing.take_away:take_well", collector="self_play", env=TakeAway, run=built), idle("tiny")],
     "max_staleness": [works(1, collector="async", run=built), idle(1)],
     "ray_workers": of_ray(3),
     "ray_worker_cpus": of_ray(0.5),

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import ChatFormatter, GEMEnv, UnknownEnvironmentError
-from torchrl_llm.testing.games import TakeAway
 from torchrl_llm.testing.policies import ScriptedPolicy
+from torchrl_llm.testing.take_away import TakeAway
 from torchrl_llm.testing.tokenizers import word_tokenizer
 from torchrl_llm.testing.worlds import (
     OPTIMA,

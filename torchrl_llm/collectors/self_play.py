@@ -67,7 +67,7 @@ class SelfPlayCollector(EpisodeCollector):
         passed: episodes so far whose seat never got to move.
 
     Examples:
-        >>> from torchrl_llm.testing.games import TakeAway
+        >>> from torchrl_llm.testing.take_away import TakeAway
         >>> from torchrl_llm.testing.policies import ScriptedPolicy
         >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
         >>> tokenizer = byte_tokenizer()

@@ -202,7 +202,7 @@ class SelfPlayEnv(GEMEnv):
             or from ``group_size``.
 
     Examples:
-        >>> from torchrl_llm.testing.games import TakeAway
+        >>> from torchrl_llm.testing.take_away import TakeAway
         >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
         >>> SelfPlayEnv(TakeAway, tokenizer=byte_tokenizer(), num_envs=8).group_size
         2

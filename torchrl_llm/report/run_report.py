@@ -199,7 +199,7 @@ class RunReport:
             "evaluation_faults": after and after.faults,
             "episodes": run.trainer.episodes,
             "iterations": run.trainer.iteration,
-            "started": run.opening.info["started"],
+            "started": run.open_folder.info["started"],
             "stop_reason": stop_reason,
             "wall_s": round(time.perf_counter() - wall, 1),
             "cpu_s": round(time.process_time() - cpu, 1),

@@ -34,7 +34,7 @@ from torchrl_llm.runs.memory import with_max_tokens
 from torchrl_llm.runs.opponents import make_opponent
 from torchrl_llm.runs.recorder import RolloutRecorder
 from torchrl_llm.runs.recording import FOLDER
-from torchrl_llm.runs.resume import Opening, Start, accept_changes, find_start
+from torchrl_llm.runs.resume import OpenFolder, Start, accept_changes, find_start
 from torchrl_llm.runs.run_folder import RunFolder
 from torchrl_llm.runs.run_info import run_info
 from torchrl_llm.runs.settled import with_granularity, with_num_envs, with_template_date
@@ -256,7 +256,7 @@ class Watchers(NamedTuple):
     folder and the recorder."""
 
     checkpoints: CheckpointStore
-    opening: Opening
+    open_folder: OpenFolder
     recorder: RolloutRecorder | None
     callbacks: list[Callback]
 
@@ -281,10 +281,10 @@ def make_watchers(
         env=given.env, make_env=given.make_env, make_loss=given.make_loss, callbacks=[*given.callbacks]
     )
     path = None if place.start is None else place.start.path
-    opening = Opening(config, place.folder, path, run_info(config, loss, from_python))
+    open_folder = OpenFolder(config, place.folder, path, run_info(config, loss, from_python))
     # The folder is locked and prepared before another callback writes there, and only for a run
     # that can be saved.
-    callbacks: list[Callback] = [loss_state, opening]
+    callbacks: list[Callback] = [loss_state, open_folder]
     if place.distributed.is_main:
         callbacks += [MetricsTable(config.output_dir / table.FILE), HealthWatch(teacher=config.teacher is not None)]
     recorder = _make_recorder(config, tokenizer)
@@ -293,7 +293,7 @@ def make_watchers(
         callbacks.append(RefreshReference(networks.models, config.refresh_reference))
     if config.progress is not False and place.distributed.is_main:
         callbacks.append(ProgressBar(config.algo, watched_only=config.progress is None))
-    return Watchers(checkpoints, opening, recorder, [*callbacks, *given.callbacks])
+    return Watchers(checkpoints, open_folder, recorder, [*callbacks, *given.callbacks])
 
 
 def _make_recorder(config: RunConfig, tokenizer: Any) -> RolloutRecorder | None:

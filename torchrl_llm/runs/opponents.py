@@ -80,7 +80,7 @@ def play_match(env: SelfPlayEnv, policy: TurnPolicy, opponent: TurnPolicy, games
 
     Examples:
         >>> from functools import partial
-        >>> from torchrl_llm.testing.games import TakeAway, take_at_random, take_well
+        >>> from torchrl_llm.testing.take_away import TakeAway, take_at_random, take_well
         >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
         >>> tokenizer = byte_tokenizer()
         >>> env = SelfPlayEnv(TakeAway, tokenizer=tokenizer, num_envs=8, stream="test")

@@ -108,7 +108,7 @@ def _check_same(config: RunConfig, python_parts: Mapping[str, str], saved: dict[
         )
 
 
-class Opening(Callback):
+class OpenFolder(Callback):
     """Opens the run's folder and its loggers when training begins; building a run changes nothing
     on disk.
 

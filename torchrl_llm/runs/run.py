@@ -33,7 +33,7 @@ from torchrl_llm.runs.checkpoint import CheckpointStore
 from torchrl_llm.runs.checkpoint_files import verify
 from torchrl_llm.runs.config import RunConfig
 from torchrl_llm.runs.recorder import RolloutRecorder
-from torchrl_llm.runs.resume import Opening
+from torchrl_llm.runs.resume import OpenFolder
 from torchrl_llm.runs.sources import load_tokenizer
 from torchrl_llm.runs.states import Optimizer, read_states
 from torchrl_llm.runs.trained_tasks import tasks_of_weights
@@ -59,7 +59,7 @@ class Run:
         checkpoints: where the trainer saves.
         evaluation_env: the environment of evaluations during the run.
         make_env: makes an environment for a task stream: ``make_env(stream="test")``.
-        opening: the callback behind :meth:`begin`.
+        open_folder: the callback behind :meth:`begin`.
         resources: closes what was opened for the run, from the last to the first.
         recorder: keeps episodes for the run report; ``None``: none are kept.
         opponent: whom evaluations of ``collector="self_play"`` play against; ``None`` elsewhere.
@@ -74,7 +74,7 @@ class Run:
     checkpoints: CheckpointStore
     evaluation_env: GEMEnv
     make_env: Callable[..., GEMEnv]
-    opening: Opening
+    open_folder: OpenFolder
     resources: ExitStack
     recorder: RolloutRecorder | None = None
     opponent: TurnPolicy | None = None
@@ -87,8 +87,8 @@ class Run:
         call does nothing. No other process may run there before :meth:`close`, or, where this was
         not called, before ``trainer.train()`` ends.
         """
-        self.opening.until_close = True
-        self.opening.on_start(self.trainer)
+        self.open_folder.until_close = True
+        self.open_folder.on_start(self.trainer)
 
     def final_evaluation(self, *, greedy: bool = False) -> Evaluation:
         """Evaluate on ``config.final_episodes`` tasks that nothing else uses."""
@@ -274,7 +274,7 @@ def build_run(
             checkpoints=watchers.checkpoints,
             evaluation_env=environments.evaluation,
             make_env=environments.make,
-            opening=watchers.opening,
+            open_folder=watchers.open_folder,
             resources=opened.pop_all(),
             recorder=watchers.recorder,
             opponent=rollouts.opponent,

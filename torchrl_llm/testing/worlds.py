@@ -22,8 +22,8 @@ from typing import Any, ClassVar, NamedTuple
 from torchrl_llm.envs.extras import ExtraKinds
 from torchrl_llm.envs.text_env import EnvSpec, UnknownEnvironmentError, resolve_env
 from torchrl_llm.testing.credit_worlds import CREDIT_WORLDS
-from torchrl_llm.testing.games import TakeAway
 from torchrl_llm.testing.tabular import ILLEGAL_REWARD, Step
+from torchrl_llm.testing.take_away import TakeAway
 
 # ---------------------------------------- coins
 
@@ -424,7 +424,7 @@ def resolve_world(env_id: str) -> EnvSpec:
     entry point.
 
     It also has :data:`~torchrl_llm.testing.credit_worlds.CREDIT_WORLDS`, and ``"world:take-away"``,
-    a game of two players: :class:`~torchrl_llm.testing.games.TakeAway`.
+    a game of two players: :class:`~torchrl_llm.testing.take_away.TakeAway`.
 
     Raises:
         UnknownEnvironmentError: no world has this id.

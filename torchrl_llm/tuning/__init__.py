@@ -3,7 +3,7 @@ search."""
 
 from torchrl_llm.tuning.results import TuningError, report_best, summary, table
 from torchrl_llm.tuning.search import tune
-from torchrl_llm.tuning.settings import Dimension, TuningConfig
+from torchrl_llm.tuning.search_space import Dimension, TuningConfig
 from torchrl_llm.tuning.trial import copy_run, put_back, train_generation
 
 __all__ = [

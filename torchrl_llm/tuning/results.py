@@ -12,7 +12,7 @@ from torchrl_llm.report import run_and_report
 from torchrl_llm.runs import RunConfig, build_run
 from torchrl_llm.runs.outputs import write_json
 from torchrl_llm.runs.settings_file import read_settings
-from torchrl_llm.tuning.settings import TuningConfig
+from torchrl_llm.tuning.search_space import TuningConfig
 from torchrl_llm.utils.options import ConfigError, options_of
 
 FILE, TRIALS = "tuning.json", "trials"

@@ -22,7 +22,7 @@ import numpy as np
 from torchrl_llm.runs.outputs import write_json
 from torchrl_llm.runs.settings import ModelConfig, names_of
 from torchrl_llm.tuning.results import FILE, TRIALS, check_same, identity
-from torchrl_llm.tuning.settings import Dimension, TuningConfig
+from torchrl_llm.tuning.search_space import Dimension, TuningConfig
 from torchrl_llm.tuning.trial import copy_run, put_back, train_generation
 from torchrl_llm.utils.optional import import_extra
 from torchrl_llm.utils.options import ConfigError

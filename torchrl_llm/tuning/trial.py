@@ -16,7 +16,7 @@ from typing import Any
 
 from torchrl_llm.runs import CheckpointStore, build_run, verify
 from torchrl_llm.runs.folder_lock import LOCK
-from torchrl_llm.tuning.settings import TuningConfig
+from torchrl_llm.tuning.search_space import TuningConfig
 from torchrl_llm.utils.files import write_text
 from torchrl_llm.utils.options import ConfigError
 
