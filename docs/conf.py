@@ -134,7 +134,7 @@ PACKAGES = {
     "worlds": ("textworld", "openenv", "textarena", "mcp"),
     "cli": (),
     "testing": (
-        *("credit_worlds", "enumerable", "environments", "games", "policies", "pretended_gpu", "pretended_gpu_plugin", "probes", "simulation"),
+        *("credit_worlds", "enumerable", "environments", "policies", "pretended_gpu", "pretended_gpu_plugin", "probes", "simulation", "take_away"),
         *("tabular", "tiny", "tokenizers", "worlds"),
     ),
 }
