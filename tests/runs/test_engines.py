@@ -11,7 +11,7 @@ from small_runs import small_config
 from test_sleep import Sleeper
 
 from torchrl_llm.modules.vllm import start
-from torchrl_llm.runs import ConfigError, RunConfig, build, build_run, engines
+from torchrl_llm.runs import ConfigError, RunConfig, build, build_run, engines, settled
 from torchrl_llm.runs.identity import config_changes
 from torchrl_llm.runs.memory import trainer_memory
 from torchrl_llm.testing.tiny import load_tiny_model
@@ -122,14 +122,14 @@ class TestSlots:
     def test_an_engine_gets_as_many_as_there_are_episodes(self, settings, processes, expected):
         config = RunConfig(**{"policy": "vllm"} | settings)
         pair = SimpleNamespace(world_size=processes)
-        assert build.with_num_envs(config, None, pair).num_envs == expected
+        assert settled.with_num_envs(config, None, pair).num_envs == expected
         assert config.slots == config.default_num_envs(1)
 
     def test_a_given_number_counts_and_a_resumed_run_keeps_its_own(self):
         given, accepted = config_of(num_envs=8), config_of(accept_changes=["num_envs"], resume=True)
-        assert build.with_num_envs(given, {"num_envs": 16}, ONE) is given
-        assert build.with_num_envs(config_of(), {"num_envs": 16}, ONE).num_envs == 16
-        assert build.with_num_envs(accepted, {"num_envs": 16}, ONE).num_envs == 32
+        assert settled.with_num_envs(given, {"num_envs": 16}, ONE) is given
+        assert settled.with_num_envs(config_of(), {"num_envs": 16}, ONE).num_envs == 16
+        assert settled.with_num_envs(accepted, {"num_envs": 16}, ONE).num_envs == 32
         assert not config_changes({"num_envs": 16}, {"num_envs": config_of().num_envs})
 
 
