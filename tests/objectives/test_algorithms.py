@@ -133,4 +133,4 @@ class TestLLMGRPOLoss:
 
 def test_the_three_files_are_thin():
     folder = Path(package.__file__).parent
-    assert all(len((folder / f"{name}.py").read_text().splitlines()) <= 125 for name in ("ppo", "reinforce", "grpo"))
+    assert all(len((folder / f"{name}.py").read_text().splitlines()) <= 135 for name in ("ppo", "reinforce", "grpo"))

@@ -2,6 +2,7 @@
 built."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 from small_runs import small_config
@@ -53,7 +54,7 @@ def test_all_is_closed_if_the_collector_does_not_stop(tmp_path, closed):
 
     run.trainer.collector.shutdown = shutdown
     flushed = []
-    run.trainer.loggers[0].flush = lambda: flushed.append(True)
+    run.trainer.loggers = [SimpleNamespace(flush=lambda: flushed.append(True))]
     with pytest.raises(RuntimeError, match="still running"):
         run.close()
     assert closed == [run.policy]

@@ -54,7 +54,7 @@ def test_new_parameters_are_refused(tmp_path):
     """The gradients of the old ones are averaged."""
     run = build_run(small_config(tmp_path, lora_r=4))
     saved = run.save_checkpoint(tmp_path / "saved")
-    vars(run.trainer)["distributed"] = Piped()
+    vars(run.trainer)["_distributed"] = Piped()
     with pytest.raises(ConfigError, match=r"New parameters .* with 2 processes"):
         run.load_checkpoint(saved, merge_lora_configs=True)
     with pytest.raises(ConfigError, match=r"New parameters .* with 2 processes"):
