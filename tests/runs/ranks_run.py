@@ -189,8 +189,8 @@ def build(out, *, callbacks=(), make_loss=None, **settings):
 
 
 def choose(out):
-    """How many rows are chosen where only the first rank has played groups that differ: two batches
-    of them."""
+    """How many rows are chosen, and returned, where only the first rank has played groups that
+    differ: two batches of them."""
     run = build(out, **PARTS["dynamic"])
     with run.trainer.policy_weights():
         next(iter(run.trainer.collector))
@@ -205,7 +205,7 @@ def choose(out):
     run.trainer.scorer.score_for_credit(rows)
     chosen = run.trainer.scorer.choose(rows, run.trainer.batch_size(rows))
     run.close()
-    return len(chosen)
+    return len(run.trainer.distributed.own_rows(chosen)), len(chosen)
 
 
 def learn_from_overlong(out):

@@ -375,7 +375,9 @@ class TestParts:
         assert difference(alone["weights"], first["weights"]) < 1e-9
 
     def test_one_rank_may_have_all_that_teaches(self, one, two):
-        assert [each["dynamic"]["chosen"] for each in (one, *two("ddp"))] == [16, 16, 0]
+        """The other is lent a whole group, without weight."""
+        group_size = ranks_run.COMMON["group_size"]
+        assert [each["dynamic"]["chosen"] for each in (one, *two("ddp"))] == [(16, 16), (16, 16), (0, group_size)]
 
     @BOTH
     def test_all_episodes_may_be_left_out(self, one, two, how):

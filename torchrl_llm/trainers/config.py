@@ -158,15 +158,9 @@ def wrong_settings(
         >>> next(wrong_settings(TrainerConfig(critic_warmup=2), loss, num_groups=1, max_output_tokens=16))
         'critic_warmup=2, but LLMGRPOLoss has no critic: leave it 0, or use LLMPPO.'
     """
-    warmup, buffer = config.critic_warmup, config.overlong_buffer
+    buffer = config.overlong_buffer
     estimator = loss.value_estimator if isinstance(loss.value_estimator, TurnEstimator) else None
-    if warmup and loss.critic_network is None:
-        yield f"critic_warmup={warmup}, but {type(loss).__name__} has no critic: leave it 0, or use LLMPPO."
-    if warmup and num_groups < 2:
-        yield (
-            f"critic_warmup={warmup} steps the optimizer's second group of parameters, and there is one: give the critic's a "
-            "group of their own, after the actor's."
-        )
+    yield from wrong_warmup(config, loss, num_groups=num_groups)
     if config.min_entropy_fraction and loss.entropy_target is None:
         yield (
             f"min_entropy_fraction={config.min_entropy_fraction} is a share of the loss's entropy_target, and it has none: set it, "
@@ -188,3 +182,16 @@ def wrong_settings(
     corrects = loss.sampler_correction or (estimator is not None and estimator.corrects_sampler)
     if config.old_log_probs == "sampler" and corrects:
         yield NOTHING_TO_CORRECT
+
+
+def wrong_warmup(config: TrainerConfig, loss: TurnPolicyLoss, *, num_groups: int) -> Iterator[str]:
+    """What keeps ``config.critic_warmup`` from warming up a critic, and what to do; arguments as in
+    :func:`wrong_settings`."""
+    warmup = config.critic_warmup
+    if warmup and loss.critic_network is None:
+        yield f"critic_warmup={warmup}, but {type(loss).__name__} has no critic: leave it 0, or use LLMPPO."
+    if warmup and num_groups < 2:
+        yield (
+            f"critic_warmup={warmup} steps the optimizer's second group of parameters, and there is one: give the critic's a "
+            "group of their own, after the actor's."
+        )

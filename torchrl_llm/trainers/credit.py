@@ -34,11 +34,12 @@ class Credit:
         config: ``old_log_probs``, ``max_tokens``, ``overlong_penalty`` and ``overlong_buffer`` are
             read. Default: ``TrainerConfig()``.
         distributed: the training processes. Default: accelerate's, whose device the weights must be
-            on (:class:`~torchrl_llm.trainers.Update` moves those of the loss there).
+            on (:class:`~torchrl_llm.trainers.Update` moves those of the loss there). With FSDP2 it
+            must be the one that ``Update`` was made with, which sharded the weights.
         max_output_tokens: tokens of the longest response; only ``overlong_penalty`` needs it.
         logprobs_match_trainer: says whether the policy recorded the log-probs that the loss would
             compute with the weights before the update; ``old_log_probs="auto"`` scores them where
-            it did not. Default: it did.
+            it did not. Default: it did, unless mixed precision computes in another one here.
         around: entered around all computations, such as a timer. Default: nothing is.
 
     Raises:
@@ -66,16 +67,13 @@ class Credit:
         config: TrainerConfig | None = None,
         distributed: Distributed | None = None,
         max_output_tokens: int | None = None,
-        logprobs_match_trainer: Callable[[], bool] = lambda: True,
+        logprobs_match_trainer: Callable[[], bool] | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.loss, self.reference, self.config = loss, reference, config or TrainerConfig()
         self.distributed = distributed or Distributed.of(Accelerator())
-        self.max_output_tokens, self.logprobs_match_trainer, self.around = (
-            max_output_tokens,
-            logprobs_match_trainer,
-            around,
-        )
+        self.max_output_tokens, self.around = max_output_tokens, around
+        self.logprobs_match_trainer = logprobs_match_trainer or (lambda: not self.distributed.autocasts)
         if self.config.overlong_penalty and max_output_tokens is None:
             raise ConfigError(
                 f"overlong_penalty={self.config.overlong_penalty} needs the tokens of the longest response: Credit(max_output_tokens=...)."
@@ -235,13 +233,22 @@ class Credit:
         order in which one process collects them.
 
         Args:
-            rows: ``[B]``, whole groups, scored (:meth:`score_for_credit`).
+            rows: ``[B]``, whole groups, at least one on each rank, scored
+                (:meth:`score_for_credit`).
             wanted: episodes; of several groups the last may be cut.
+
+        Returns:
+            The rows. With one process they are none where :meth:`found` is 0. With several a rank
+            that has none of them gets a group of ``rows`` with zero weight, because it takes the
+            steps with the others: :meth:`Distributed.own_rows` leaves it out.
         """
         chosen = rows[self._nonzero_variance(rows)]
         ids = zip(chosen[keys.GROUP_ID].tolist(), chosen[keys.EPISODE_ID].tolist(), strict=True)
         first = [episode for _, episode in sorted(self.distributed.all_gather(list(ids)))[:wanted]]
-        return chosen[torch.isin(chosen[keys.EPISODE_ID], torch.tensor(first, dtype=torch.int64, device=rows.device))]
+        own = chosen[keys.EPISODE_ID]
+        chosen = chosen[torch.isin(own, torch.tensor(first, dtype=torch.int64, device=own.device))]
+        # A whole group, because GroupRelative refuses a part of one.
+        return self.distributed.nonempty(chosen, rows[rows[keys.GROUP_ID] == rows[keys.GROUP_ID][:1]])
 
     def _nonzero_variance(self, rows: TensorDictBase) -> Tensor:
         """Which rows are of groups that the update would learn from, ``[B]`` bool: what the

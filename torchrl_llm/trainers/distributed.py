@@ -86,6 +86,12 @@ class Distributed:
 
     # ---------------------------------------- training
 
+    @property
+    def autocasts(self) -> bool:
+        """Whether forwards compute in another precision than that of the weights (mixed
+        precision), and so than a policy that samples with them."""
+        return self.accelerator.mixed_precision != "no"
+
     def prepare(self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module) -> Prepared:
         """The module that computes ``loss`` on all ranks, and the optimizer of its parameters.
 
@@ -302,7 +308,7 @@ class FSDP2(Several):
     """
 
     sharded = True
-    _root: ShardedModule
+    _prepared: ShardedModule | None = None
 
     def __init__(self, accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
         super().__init__(accelerator)
@@ -312,11 +318,19 @@ class FSDP2(Several):
         # in float32.
         self.load_device = torch.device("cpu")
 
+    @property
+    def _root(self) -> ShardedModule:
+        if self._prepared is None:
+            raise ConfigError(
+                "Nothing is sharded here: give each part the Distributed that Update was made with, after it was made."
+            )
+        return self._prepared
+
     def prepare(self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module) -> Prepared:
         # Sharding replaces the parameters that the optimizer was made with.
         old = dict(loss.named_parameters())
         mesh = init_device_mesh(self.accelerator.device.type, (self.world_size,))
-        self._root = ShardedModule(loss, *others, plugin=self._plugin, mesh=mesh)
+        self._prepared = ShardedModule(loss, *others, plugin=self._plugin, mesh=mesh)
         replace_parameters(optimizer, old, dict(loss.named_parameters()))
         self.parameter_gather = ParameterGather(
             lambda frozen: self._root.full_parameters(frozen=frozen), self._root.gathered

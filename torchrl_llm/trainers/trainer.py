@@ -222,12 +222,15 @@ class LLMTrainer:
 
         Raises:
             ConfigError: there are several processes, whose gradients are averaged for the old
-                parameters.
+                parameters; or the optimizer's parameters are not those of the loss, and the trainer
+                goes on with the old one.
         """
         self.distributed.check_replaceable()
-        self.schedule = schedule.LearningRateSchedule(optimizer, self.config)
-        skipped, self.updater = self.skipped_in_a_row, self._make_update(optimizer)
-        self.updater.skipped_in_a_row = skipped
+        rates = schedule.LearningRateSchedule(optimizer, self.config)
+        # Before anything is assigned: it may refuse the optimizer.
+        updater = self._make_update(optimizer)
+        updater.skipped_in_a_row = self.skipped_in_a_row
+        self.schedule, self.updater = rates, updater
 
     @property
     def logprobs_match_trainer(self) -> bool:
@@ -236,7 +239,7 @@ class LLMTrainer:
         # Autocast is around the training's forwards only: the sampler then computes in another
         # precision.
         everywhere = self.policy.logprobs_match_trainer and self.rollouts.logprobs_match_trainer
-        return everywhere and self.accelerator.mixed_precision == "no"
+        return everywhere and not self.distributed.autocasts
 
     # ---------------------------------------- where the run is
 
@@ -255,6 +258,10 @@ class LLMTrainer:
         """Optimizer steps that were skipped since the last one that was taken."""
         return self.updater.skipped_in_a_row
 
+    @skipped_in_a_row.setter
+    def skipped_in_a_row(self, steps: int) -> None:
+        self.updater.skipped_in_a_row = steps
+
     def state_dict(self) -> dict[str, Any]:
         """The counters and generators of the run, without weights, optimizer and collector; to be
         taken between iterations."""
@@ -272,7 +279,7 @@ class LLMTrainer:
             setattr(self, name, state_dict[name])
         self.generator.set_state(state_dict["generator"])
         self.unfinished = state_dict.get("unfinished")
-        self.updater.skipped_in_a_row = state_dict.get("skipped_in_a_row", 0)
+        self.skipped_in_a_row = state_dict.get("skipped_in_a_row", 0)
         self.policy.policy_version = state_dict["policy_version"]
         self.seen_tasks.load_state_dict(state_dict)
         self.saved_iteration = self.iteration
@@ -379,14 +386,12 @@ class LLMTrainer:
             self.seen_tasks.complete = False
         dynamic = bool(self.config.dynamic_sampling)
         chosen = self.scorer.choose(batch, self._wanted) if dynamic else batch
-        num_chosen = self.distributed.all_reduce_sum(chosen.shape[0])
+        num_chosen = self.distributed.all_reduce_sum(self.distributed.own_rows(chosen).shape[0])
         metrics = rollout_metrics(collected, self.env_names)
         metrics["data/frac_nonzero_variance"] = num_chosen / collected.shape[0]
         metrics["data/staleness"] = staleness(collected, self.policy.policy_version)
         if num_chosen:
-            # The spare rows are a whole group, because GroupRelative refuses a part of one.
-            rows = self.distributed.nonempty(chosen, batch[: self.rollouts.group_size])
-            metrics |= self.learn(rows, scored=dynamic and self.scorer.credit_reads_scores)
+            metrics |= self.learn(chosen, scored=dynamic and self.scorer.credit_reads_scores)
         else:
             logger.warning("iteration %d: no group has an advantage; nothing to learn from", self.iteration)
         self.iteration += 1
@@ -427,6 +432,7 @@ class LLMTrainer:
         kept = batch[~overlong(batch, self.policy.sampling.max_output_tokens)] if self.config.overlong_filter else batch
         own = self.distributed.own_rows(kept)  # lent rows are never overlong
         num_kept = self.distributed.all_reduce_sum(own.shape[0])
+        # A whole group, because GroupRelative refuses a part of one.
         kept = self.distributed.nonempty(kept, batch[: self.rollouts.group_size])
         metrics, added = {}, dict[str, float]()
         if num_kept:

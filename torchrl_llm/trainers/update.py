@@ -19,10 +19,11 @@ from torchrl_llm.metrics.rollouts import checked_metrics, loss_metric
 from torchrl_llm.modules.positions import prefix_cost
 from torchrl_llm.objectives import TurnPolicyLoss, total, write_loss_weights
 from torchrl_llm.objectives.steps import GROUPS, check_optimizer, clip_gradients
-from torchrl_llm.trainers.config import MOST_TOKENS, TrainerConfig
+from torchrl_llm.trainers.config import MOST_TOKENS, TrainerConfig, wrong_warmup
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.fsdp import full_on_cpu
 from torchrl_llm.utils.accelerated import check_accumulation
+from torchrl_llm.utils.options import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Update:
             ``TrainerConfig()``.
         frozen: modules that compute with weights and are not trained, such as a reference.
         generator: of the order of minibatches. Default: one seeded with ``config.seed``.
-        logprobs_match_trainer: as in :class:`~torchrl_llm.trainers.Credit`.
+        logprobs_match_trainer: as in :class:`~torchrl_llm.trainers.Credit`, and with its default.
         on_step: called with the rows ``[b]`` and the metrics (scalars) of each optimizer step. What
             it adds to them, scalars under names of their own, is returned as the mean over the
             steps that add it.
@@ -69,8 +70,8 @@ class Update:
         iteration: of the present or the last update.
 
     Raises:
-        ConfigError: the optimizer's parameters are not those of the loss, or weights cannot be
-            moved.
+        ConfigError: the optimizer's parameters are not those of the loss, ``config.critic_warmup``
+            has no critic to warm up, or weights cannot be moved.
 
     Examples:
         >>> from torchrl_llm.modules import TokenScorer
@@ -96,16 +97,19 @@ class Update:
         config: TrainerConfig | None = None,
         frozen: Sequence[nn.Module] = (),
         generator: torch.Generator | None = None,
-        logprobs_match_trainer: Callable[[], bool] = lambda: True,
+        logprobs_match_trainer: Callable[[], bool] | None = None,
         on_step: Callable[[TensorDictBase, dict[str, Tensor]], None] | None = None,
     ) -> None:
         self.loss, self.config = loss, config or TrainerConfig()
         self.distributed = distributed or Distributed.of(Accelerator())
         self.generator = generator or torch.Generator().manual_seed(self.config.seed)
-        self.logprobs_match_trainer, self.on_step = logprobs_match_trainer, on_step
-        self.skipped_in_a_row = self.iteration = 0
+        self.logprobs_match_trainer = logprobs_match_trainer or (lambda: not self.distributed.autocasts)
+        self.on_step = on_step
+        self.skipped_in_a_row = self.iteration = self._next_iteration = 0
         # Before sharding, which fails with a KeyError on a parameter that is none of the loss's.
         check_optimizer(optimizer, loss)
+        for problem in wrong_warmup(self.config, loss, num_groups=len(optimizer.param_groups)):
+            raise ConfigError(problem)
         self.module, self.optimizer = self.distributed.prepare(loss, optimizer, *frozen)
 
     @property
@@ -113,22 +117,26 @@ class Update:
         """Whether the actor's parameters take no step in this iteration."""
         return self.iteration < self.config.critic_warmup
 
-    def __call__(self, batch: TensorDictBase, iteration: int = 0) -> dict[str, float]:
+    def __call__(self, batch: TensorDictBase, iteration: int | None = None) -> dict[str, float]:
         """Take ``config.epochs`` passes of optimizer steps over rows ``[B]``.
 
         Args:
             batch: scored and credited.
             iteration: of the run, from 0: ``config.critic_warmup`` counts them, and messages name
-                them.
+                them. ``None``: the one after that of the last call; the first call is 0.
 
         Returns:
             The means of the steps' metrics, by name.
 
         Raises:
+            ValueError: there are no rows, on any rank.
             NonFiniteGradientError: as many steps in a row as
                 :data:`~torchrl_llm.trainers.MAX_SKIPPED_STEPS` were skipped.
         """
-        self.iteration = iteration
+        if not self.distributed.all_reduce_sum(self.distributed.own_rows(batch).shape[0]):
+            raise ValueError("There are no rows to learn from (no group has an advantage?): skip the update.")
+        self.iteration = self._next_iteration if iteration is None else iteration
+        self._next_iteration = self.iteration + 1
         steps, added, region = [], [], self._region(batch)
         for minibatch, last in self._passes(batch):
             metrics = self.accumulate(self.micro_batches(minibatch))
@@ -365,10 +373,12 @@ class TrustRegion:
         target: KL from the policy before the update to the one after it, per action token, in nats.
         share: of the rows that is scored, at least.
         max_tokens: of one scoring pass.
-        distributed: the training processes. Default: accelerate's.
+        distributed: the training processes. Default: accelerate's; with FSDP2 it must be the one
+            that :class:`Update` was made with, which sharded the weights.
         logprobs_match_trainer: whether the policy recorded the log-probs that the actor would
             compute with the weights before the update. Where it did not and the rows have no
-            ``"old_log_prob"``, they are scored.
+            ``"old_log_prob"``, they are scored. Default: it did, unless mixed precision computes in
+            another one here.
     """
 
     def __init__(
@@ -381,7 +391,7 @@ class TrustRegion:
         share: float = 0.25,
         max_tokens: int = MOST_TOKENS,
         distributed: Distributed | None = None,
-        logprobs_match_trainer: bool = True,
+        logprobs_match_trainer: bool | None = None,
     ) -> None:
         self.target, self.distributed = target, distributed or Distributed.of(Accelerator())
         self._actor, self._max_tokens = loss.actor_network, max_tokens
@@ -401,7 +411,8 @@ class TrustRegion:
         known = keys.OLD_LOG_PROB if keys.OLD_LOG_PROB in chosen else keys.SAMPLE_LOG_PROB
         # Where the sampler computes other log-probs, the difference would count as a step of the
         # policy.
-        scored = known == keys.SAMPLE_LOG_PROB and not logprobs_match_trainer
+        match = not self.distributed.autocasts if logprobs_match_trainer is None else logprobs_match_trainer
+        scored = known == keys.SAMPLE_LOG_PROB and not match
         self._old = self._score() if scored else chosen[known]
 
     def take(self, step: Callable[[], object]) -> None:
