@@ -3,9 +3,9 @@ and ``target_kl``.
 
     python examples/torchrl_trainer.py
 
-It needs two adapters, which call the parts of LLMTrainer: a hook that fills a batch with groups
-whose episodes differ and credits them, and an ``OptimizationStepper``. The trainer counts the
-episodes that it learns from as frames here.
+It needs one adapter, an ``OptimizationStepper`` that calls the parts of LLMTrainer: it fills a batch
+with groups whose episodes differ, credits them, and takes the steps. The trainer counts the
+episodes that its collector yields as frames here, so that it ends after ``iterations`` batches.
 """
 
 import argparse
@@ -28,14 +28,22 @@ CONVERSATIONS = 128
 
 
 class TurnStepper(OptimizationStepper):
-    """All optimizer steps of an update."""
+    """All optimizer steps of an update.
 
-    def __init__(self, update: Update) -> None:
-        self.update = update
+    Args:
+        credit: fills the batch with groups that have an advantage, and credits them.
+        update: takes the steps.
+    """
+
+    def __init__(self, credit: Credit, update: Update) -> None:
+        self.credit, self.update = credit, update
 
     def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
-        """The update's metrics."""
-        return TensorDict(self.update(sub_batch))
+        """The update's metrics; none where no group has an advantage, and no step is taken."""
+        rows = self.credit.fill(sub_batch, CONVERSATIONS, trainer.collector.rollout)
+        if not self.credit.found(rows):
+            return TensorDict()
+        return TensorDict(self.update(self.credit(self.credit.choose(rows, CONVERSATIONS))))
 
 
 def main(iterations: int = 60, lr: float = 2e-3, seed: int = 0) -> list[float]:
@@ -61,12 +69,10 @@ def main(iterations: int = 60, lr: float = 2e-3, seed: int = 0) -> list[float]:
     update = Update(loss, torch.optim.AdamW(models.actor_parameters(), lr=lr, weight_decay=0.0), here, config=config)
     win_rates: list[float] = []
 
-    def prepare(rows: TensorDictBase) -> TensorDictBase:
-        """A batch of groups that have an advantage, credited once for all epochs."""
+    def show(rows: TensorDictBase) -> None:
+        """The win rate of a batch."""
         win_rates.append(rows[keys.TURN_SUCCESS].any(-1).float().mean().item())
         print(f"iteration {len(win_rates):3d}  win rate {win_rates[-1]:.3f}", flush=True)
-        rows = credit.fill(rows, CONVERSATIONS, collector.rollout)
-        return credit(credit.choose(rows, CONVERSATIONS))
 
     trainer = Trainer(
         collector=collector,
@@ -74,11 +80,11 @@ def main(iterations: int = 60, lr: float = 2e-3, seed: int = 0) -> list[float]:
         frame_skip=1,
         loss_module=loss,
         optimizer=update.optimizer,
-        optimization_stepper=TurnStepper(update),
+        optimization_stepper=TurnStepper(credit, update),
         optim_steps_per_batch=1,
         progress_bar=False,
     )
-    trainer.register_op("batch_process", prepare)
+    trainer.register_op("batch_process", show)
     trainer.register_op("post_steps", policy.weights_changed)
     trainer.train()
     return win_rates

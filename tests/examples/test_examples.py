@@ -13,9 +13,11 @@ import torch
 from tensordict.nn import TensorDictModule
 
 from torchrl_llm.data import nonzero_variance
+from torchrl_llm.envs import GEMEnv
 from torchrl_llm.report.run_report import RunReport
 from torchrl_llm.runs import build_run, parse_run_config
 from torchrl_llm.runs.table import read_metrics
+from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.testing.tiny import load_tiny_model
 from torchrl_llm.trainers import update
 
@@ -215,8 +217,18 @@ class TestTorchRLTrainer:
         monkeypatch.setattr(update.Update, "__call__", recorded)
         monkeypatch.setattr(script, "CONVERSATIONS", 16)
         models = keep_models(script, monkeypatch)
-        assert len(script.main(iterations=2, lr=0.03)) == len(learned) >= 2
+        assert len(script.main(iterations=2, lr=0.03)) == len(learned) == 2
         assert trained(models[0])
         assert all(chosen.all() for chosen, _ in learned)
         assert max(metrics["policy/kl_update"] for _, metrics in learned) <= 0.05
         assert min(metrics["optim/step_share"] for _, metrics in learned) < 1
+
+    def test_batches_in_which_no_group_has_an_advantage_are_skipped(self, monkeypatch):
+        """They count, so that the run ends."""
+        script = load(EXAMPLES / "torchrl_trainer.py")
+        monkeypatch.setattr(script, "CONVERSATIONS", 16)
+        monkeypatch.setattr(script, "GEMEnv", lambda _, **options: GEMEnv(StopOrGo, **options))
+        monkeypatch.setattr(StopOrGo, "step", lambda self, action: ("Over.", 0.0, True, False, {}))
+        models = keep_models(script, monkeypatch)
+        assert script.main(iterations=2) == [0.0, 0.0]
+        assert all(map(torch.equal, load_tiny_model().parameters(), models[0].parameters()))
