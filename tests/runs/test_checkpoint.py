@@ -25,7 +25,7 @@ from torchrl.checkpoint import Checkpoint, CheckpointError
 from waiting import LIMIT, wait_until
 
 from torchrl_llm.envs import EnvSpec, GEMEnv, TaskSampler
-from torchrl_llm.runs import ConfigError, build_run, checkpoint_files, identity, make_objective, verify
+from torchrl_llm.runs import CheckpointStore, ConfigError, build_run, checkpoint_files, identity, make_objective, verify
 from torchrl_llm.runs.identity import config_changes, git_revision
 from torchrl_llm.runs.table import read_metrics
 from torchrl_llm.testing.environments import Faulty, StopOrGo
@@ -279,6 +279,12 @@ class TestDamage:
 
 
 class TestStore:
+    def test_one_of_weights_needs_what_the_loss_keeps(self, tmp_path):
+        """It failed at the first save."""
+        run = build_run(small_config(tmp_path))
+        with pytest.raises(ConfigError, match="give it loss_state=LossState"):
+            CheckpointStore(tmp_path / "checkpoints", models=run.models)
+
     def test_the_newest_and_the_best_are_kept(self, tmp_path):
         run = build_run(
             small_config(tmp_path, **RUN | {"evaluation_interval": 1}, max_iterations=6, keep_checkpoints=2)

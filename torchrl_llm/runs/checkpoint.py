@@ -37,6 +37,7 @@ from torchrl_llm.runs.identity import environment, git_revision
 from torchrl_llm.runs.loss_state import LossState
 from torchrl_llm.runs.states import Collectors, Optimizer, states_of
 from torchrl_llm.trainers import LLMTrainer
+from torchrl_llm.utils.options import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +85,12 @@ class CheckpointStore:
         components: further parts of the run, by name, saved and loaded by their ``state_dict`` and
             ``load_state_dict`` (tensors, numbers, text; on several processes the state of the first
             one).
-        loss_state: what loss and estimator keep; needed where ``models`` are.
+        loss_state: what loss and estimator keep; needed where ``models`` are, and a callback of the
+            trainer too.
 
     Raises:
         ValueError: a component has the name of one of the run's own.
+        ConfigError: ``models`` without ``loss_state``.
 
     Examples:
         >>> store = CheckpointStore("runs/none/checkpoints", models=None)
@@ -112,6 +115,11 @@ class CheckpointStore:
         self.components = dict(components or {})
         if taken := sorted(self.components.keys() & _OWN):
             raise ValueError(f"A component is called {taken[0]!r}; every run has one of that name. Choose another.")
+        if models is not None and loss_state is None:
+            raise ConfigError(
+                "CheckpointStore(models=...) saves what the loss keeps, too: give it loss_state=LossState(loss, distributed) "
+                "(torchrl_llm.runs.loss_state), which is a callback of the trainer as well."
+            )
         self.on_save, self.python_parts = on_save, dict(python_parts)
         self.models: Any = models
         self.loss_state: Any = loss_state
