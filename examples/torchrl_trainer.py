@@ -3,8 +3,8 @@ and ``target_kl``.
 
     python examples/torchrl_trainer.py
 
-It needs one adapter, an ``OptimizationStepper`` that calls the parts of LLMTrainer: it fills a batch
-with groups whose episodes differ, credits them, and takes the steps. The trainer counts the
+It needs one adapter, an ``OptimizationStepper`` that calls the parts of LLMTrainer: it fills a
+batch with groups whose episodes differ, credits them, and takes the steps. The trainer counts the
 episodes that its collector yields as frames here, so that it ends after ``iterations`` batches.
 """
 

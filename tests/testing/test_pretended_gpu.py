@@ -196,7 +196,8 @@ class TestErrors:
 
     def test_name_the_line_of_the_code_that_was_called(self, gpu):
         with pytest.raises(DeviceError) as raised:
-            nn.functional.layer_norm(torch.ones(2, 4, device="cuda"), (4,), torch.ones(4))  # the layer
+            # the layer
+            nn.functional.layer_norm(torch.ones(2, 4, device="cuda"), (4,), torch.ones(4))
         assert str(raised.value) == (
             f"native_layer_norm(cuda:0 [2, 4], cpu [4]) mixes devices at {line_of('# the layer')}"
         )
