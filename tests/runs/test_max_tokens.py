@@ -87,6 +87,13 @@ class TestChoice:
         assert what_to_lower(config, model, size(least)) == f"give max_tokens={least}"
         assert what_to_lower(config, model, size(1_024) - 1).startswith("lower max_model_len or num_envs")
 
+    def test_the_least_that_a_run_can_do_with_is_among_the_numbers_to_give(self, smollm2):
+        config = RunConfig(model_path=smollm2, max_tokens=4_096, max_model_len=1_100)
+        model = empty_model(config)
+        size = sum(memory_estimate(replace(config, max_tokens=1_100), model).values())
+        assert what_to_lower(config, model, size) == "give max_tokens=1100"
+        assert what_to_lower(config, model, size - 1).startswith("lower max_model_len or num_envs")
+
     def test_chunks_of_logits_follow_from_the_kind_of_device_or_the_setting(self, smollm2):
         def logits(device, **settings):
             config = RunConfig(model_path=smollm2, max_tokens=16_384, **settings)
@@ -195,6 +202,11 @@ class TestWarnings:
             assert with_max_tokens(RunConfig(model_path=smollm2), None, CPU, alone).max_tokens == 2_048
             assert ("may take 4.1 GiB of memory (max_tokens=2048" in caplog.text) is (said is not None)
             assert (said or "") in caplog.text
+
+    def test_of_a_resumed_run_are_followed_with_accept_changes(self, smollm2, alone, monkeypatch, caplog):
+        monkeypatch.setattr(memory, "free_memory", lambda: 4 * GIB)
+        with_max_tokens(RunConfig(model_path=smollm2), {"max_tokens": 2_048}, CPU, alone)
+        assert "give max_tokens=1024 with accept_changes: [max_tokens] (torchrl-llm doctor" in caplog.text
 
     def test_of_a_family_whose_sizes_are_not_known(self, tmp_path, alone, caplog):
         MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path)

@@ -212,6 +212,28 @@ class TestTwoProcesses:
         (line,) = [record.message for record in caplog.records if "cannot be locked" in record.message]
         assert "Operation not supported" in line
 
+    def test_a_lock_that_cannot_be_signed_is_a_lock(self, tmp_path, monkeypatch):
+        """As where locks are mandatory, and a second handle may not write."""
+
+        def refuse(*_, **__) -> None:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+        lock = FolderLock(tmp_path)
+        monkeypatch.setattr(Path, "write_text", refuse)
+        lock.sign()
+        assert forked(lambda: FolderLock(tmp_path)) == 3
+
+    def test_the_lock_of_another_user_who_could_replace_it(self, folder, monkeypatch):
+        """filelock refuses it in a folder like /tmp."""
+
+        def refuse(*_, **__) -> None:
+            raise PermissionError(errno.EACCES, "lock file owner is not trusted")
+
+        monkeypatch.setattr(folder_lock.FileLock, "acquire", refuse)
+        said = rf"{LOCK} belongs to user {os.getuid()}, .*not trusted.*: remove it if no run uses the folder"
+        with pytest.raises(ConfigError, match=said):
+            build_run(config(folder, resume=True, model_path="none"))
+
     def test_a_link_in_place_of_the_lock_is_not_followed(self, folder, tmp_path):
         mine = tmp_path / "mine"
         mine.write_text("mine")

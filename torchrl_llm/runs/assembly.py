@@ -85,6 +85,13 @@ class Given(NamedTuple):
         """By which a resumed run is told from one that was given something else."""
         return names_of_parts(env=self.env, make_env=self.make_env, make_loss=self.make_loss)
 
+    def settings(self) -> dict[str, str]:
+        """What ``run.json`` has of it. To be taken before anything is made: objects that are used
+        may hold something else afterwards."""
+        return python_settings(
+            env=self.env, make_env=self.make_env, make_loss=self.make_loss, callbacks=[*self.callbacks]
+        )
+
 
 class Place(NamedTuple):
     """Where a run is: its processes and PyTorch's switches, its folder, and the checkpoint that it
@@ -262,9 +269,16 @@ class Watchers(NamedTuple):
 
 
 def make_watchers(
-    config: RunConfig, place: Place, tokenizer: Any, networks: Networks, loss: TurnPolicyLoss, given: Given
+    config: RunConfig,
+    place: Place,
+    tokenizer: Any,
+    networks: Networks,
+    loss: TurnPolicyLoss,
+    given: Given,
+    from_python: Mapping[str, str],
 ) -> Watchers:
-    """Checkpoints and callbacks. Nothing is written before training begins."""
+    """Checkpoints and callbacks. Nothing is written before training begins. ``from_python`` is
+    :meth:`Given.settings`."""
     loss_state = LossState(loss, place.distributed)
     checkpoints = CheckpointStore(
         place.folder.checkpoints.directory,
@@ -276,9 +290,6 @@ def make_watchers(
         python_parts=given.names(),
         components=given.components,
         loss_state=loss_state,
-    )
-    from_python = python_settings(
-        env=given.env, make_env=given.make_env, make_loss=given.make_loss, callbacks=[*given.callbacks]
     )
     path = None if place.start is None else place.start.path
     open_folder = OpenFolder(config, place.folder, path, run_info(config, loss, from_python))

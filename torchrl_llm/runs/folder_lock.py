@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -31,7 +32,8 @@ class FolderLock:
         folder: gets the file :data:`LOCK`, if it has none.
 
     Raises:
-        ConfigError: another process has it; or the file cannot be opened.
+        ConfigError: another process has it; or the file cannot be opened, or is another user's in a
+            folder where that user could replace it.
         OSError: the file system, or the system, knows no such lock.
     """
 
@@ -54,11 +56,21 @@ class FolderLock:
             raise ConfigError(
                 f"{folder} is in use by another run ({self._holder()}): wait until it ends, end it, or choose another output_dir."
             ) from error
+        except PermissionError as error:
+            # filelock refuses the file; this is no file system without locks.
+            raise ConfigError(
+                f"{self.file} belongs to user {self.file.stat().st_uid}, who could replace it while it is locked ({error.strerror}): "
+                "remove it if no run uses the folder, or choose another output_dir."
+            ) from error
         self._locked = self.file.stat()
 
     def sign(self) -> None:
-        """Write this process's id into the file, for the error message of others."""
-        self.file.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+        """Write this process's id into the file, for the error message of others; where that fails,
+        the message goes without it."""
+        # A lost message must not end the run: where locks are mandatory, as on Windows, the system
+        # refuses this second handle.
+        with suppress(OSError):
+            self.file.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
 
     def _holder(self) -> str:
         try:

@@ -174,7 +174,9 @@ def what_to_lower(
 
     if fits(tokens):
         return None
-    lower = [2**power for power in range(tokens.bit_length() - 1, -1, -1) if config.max_model_len <= 2**power < tokens]
+    powers = [2**power for power in range(tokens.bit_length() - 1, -1, -1)]
+    # The least that a run can do with is often no power of two.
+    lower = [number for number in [*powers, config.max_model_len] if config.max_model_len <= number < tokens]
     best = next(filter(fits, lower), None)
     others = "lower max_model_len or num_envs, or set gradient_checkpointing or lora_r"
     return others if best is None else f"give max_tokens={best}"
@@ -215,6 +217,8 @@ def with_max_tokens(
         )
         return config
     if advice is not None:
+        if saved is not None and advice.startswith("give max_tokens"):
+            advice += " with accept_changes: [max_tokens]"
         logger.warning(
             "the run may take %.1f GiB of memory (max_tokens=%d, max_model_len=%d), and %.1f GiB are free: %s (torchrl-llm doctor "
             "shows the parts)",

@@ -235,6 +235,7 @@ def build_run(
     """
     given = Given(env, make_env, make_loss, (*callbacks,), components)
     given.check(config)
+    from_python = given.settings()
     with ExitStack() as opened:
         place = find_place(config, given, opened)
         tokenizer = load_tokenizer(config)
@@ -244,7 +245,7 @@ def build_run(
         networks = load_networks(config, place, tokenizer, environments, opened)
         loss, reference = make_loss_and_reference(config, networks, environments, given)
         rollouts = make_rollouts(config, place, tokenizer, environments, networks, opened)
-        watchers = make_watchers(config, place, tokenizer, networks, loss, given)
+        watchers = make_watchers(config, place, tokenizer, networks, loss, given, from_python)
         trainer = LLMTrainer(
             collector=rollouts.collector,
             replay_buffer=rollouts.replay_buffer,
