@@ -8,7 +8,7 @@ weights.
 The settings are those of ``examples/configs/tiny_*.yaml``. The win rate is that of 512 sampled
 episodes (2,048 with ``--seeds``) at temperature 1 on tasks that are played once before and once
 after training, and used for nothing else: no evaluation stops the run or selects weights. Writes
-``result.json``, the learning curve and the conversations to ``--output-dir``.
+``result.json``, ``metrics.csv`` and ``report.html`` to ``--output-dir``.
 
 ``--world`` trains in another world (:mod:`torchrl_llm.testing.worlds`), whose best success rate is
 known, with the same settings; only the number of turns is scaled (:data:`TURNS`). The model that it
@@ -213,6 +213,10 @@ def read(folder: Path) -> dict:
     """The result of a finished run, with its learning curve: ``wins`` of the training batches after
     ``games``."""
     rows = read_metrics(folder / "metrics.csv")
+    if not rows:
+        raise ValueError(
+            f"{folder / 'metrics.csv'} has no rows: expected those of a finished run; delete {folder} to train it again"
+        )
     wins, games = ([row[f"rollout/{name}"] for row in rows] for name in ("success", "episodes"))
     return json.loads((folder / "result.json").read_text()) | {"wins": wins, "games": games}
 

@@ -129,6 +129,10 @@ def learn(env: str, seeds: list[int], folder: Path) -> None:
 def success_curve(run: Path) -> tuple[list[float], list[float]]:
     """Games played and success rate of each training batch."""
     rows = read_metrics(run / "metrics.csv")
+    if not rows:
+        raise ValueError(
+            f"{run / 'metrics.csv'} has no rows: expected those of a finished run; delete {run} to train it again"
+        )
     games, wins = ([row[f"rollout/{name}"] for row in rows] for name in ("episodes", "success"))
     return games, wins
 

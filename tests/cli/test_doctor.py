@@ -147,6 +147,12 @@ def test_of_demonstrations(tmp_path, monkeypatch, given, state, said):
     assert said in found["demonstrations"].text
 
 
+def test_where_the_device_fails_the_default_is_said_to_be_that_of_a_cpu():
+    found = {finding.name: finding for finding in fit(RunConfig(model_path="tiny", lora_r=4, device="gpu"))}
+    assert found["device"].state == "fails"
+    assert found["max_tokens"].text.endswith("the default for this model on a CPU")
+
+
 def test_a_bound_above_the_memory_stops_no_run():
     config = RunConfig(model_path="tiny", lora_r=4, kl_coeff=0.0, max_tokens=100_000_000)
     found = {finding.name: finding for finding in fit(config)}

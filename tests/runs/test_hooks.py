@@ -1,5 +1,7 @@
 """Callbacks see the rows of an update and add metrics; what a loss returns of its own is logged."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from small_runs import small_config, weights
@@ -7,6 +9,7 @@ from small_runs import small_config, weights
 from torchrl_llm import keys
 from torchrl_llm.objectives import LLMReinforceLoss
 from torchrl_llm.runs import build_run
+from torchrl_llm.runs.effective_settings import python_settings
 from torchrl_llm.trainers import Callback
 
 
@@ -119,3 +122,22 @@ def test_a_name_of_another_output_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(WithTerms, "clash", True)
     with pytest.raises(ValueError, match="'objective' would be logged as 'loss/objective', which is another"):
         build_run(small_config(tmp_path, max_iterations=1), make_loss=with_terms).trainer.train()
+
+
+@dataclass
+class Counts:
+    """A ``make_loss`` that holds something else after it was used."""
+
+    calls: int = 0
+
+    def __call__(self, config, models):
+        self.calls += 1
+        return with_terms(config, models)
+
+
+def test_what_is_given_is_told_apart_by_what_it_held_before_it_was_used(tmp_path):
+    before, make_loss = python_settings(make_loss=Counts()), Counts()
+    run = build_run(small_config(tmp_path), make_loss=make_loss)
+    assert make_loss.calls == 1
+    assert run.open_folder.info["settings"]["make_loss"] == before["make_loss"]
+    run.close()

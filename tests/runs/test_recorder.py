@@ -211,7 +211,7 @@ class TestRunAndReport:
         result = run_and_report(config, partial(build_run, config, callbacks=[Blocks()]), say=lambda line: None)
         assert result["iterations"] == 1
         assert (config.output_dir / "result.json").exists()
-        assert "report.html could not be written" in caplog.text
+        assert "report.html or episodes.md could not be written" in caplog.text
 
     def test_a_new_run_moves_the_recordings_aside(self, tmp_path):
         config = small_config(tmp_path, max_iterations=1)

@@ -195,13 +195,15 @@ def _room(config: RunConfig, length: int) -> str:
 
 
 def _memory(config: RunConfig, model: Any, device: torch.device | None) -> Iterator[Finding]:
+    # The device may have failed.
+    model_there = "this model" if device is not None else "this model on a CPU"
     device = device or torch.device("cpu")
     _, there = trainer_memory(config, device)
     tokens, finding = _tried("memory", lambda: _tokens(config, model, device), lambda _: "")
     if tokens is None:
         yield finding
         return
-    source = "the default for this model" if config.max_tokens is None else "as given"
+    source = f"the default for {model_there}" if config.max_tokens is None else "as given"
     yield Finding("max_tokens", "ok", f"{tokens:,} of a forward and backward pass, {source}")
     config = replace(config, max_tokens=tokens)
     parts, advice = memory_estimate(config, model, device=device), what_to_lower(config, model, there, device=device)

@@ -1,4 +1,5 @@
-"""Write the HTML report of a run: one file that needs no server and no network.
+"""Write the HTML report of a run, one file that needs no server and no network, and of recorded
+episodes the text of some, episodes.md.
 
 torchrl-llm report runs/first
 torchrl-llm report runs/first --full
@@ -17,11 +18,13 @@ from torchrl_llm.utils.terminal import say
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the folder."""
     parser.add_argument("folder", metavar="RUN", type=Path, help="the folder of the run")
-    parser.add_argument("--full", action="store_true", default=False, help="write everything that was recorded")
+    parser.add_argument(
+        "--full", action="store_true", default=False, help="write everything that was recorded into report.html"
+    )
 
 
 def run(arguments: Namespace) -> int:
-    """Write, and print where to."""
+    """Write both, and print where the page is."""
     if not arguments.folder.is_dir():
         raise ConfigError(f"The run is '{arguments.folder}': there is no such folder.")
     # Here, so that a wrong folder and --help need no PyTorch.

@@ -230,11 +230,12 @@ def _export_merged(run: Run, folder: Path) -> None:
 
 
 def _write_page(folder: Path) -> None:
-    """Write ``report.html``; an error is logged, because the run and its other files must not be
-    lost to it."""
+    """Write ``report.html`` and ``episodes.md``; an error is logged, because the run and its other
+    files must not be lost to it."""
     try:
         write_report(folder)
     except Exception:
         logger.exception(
-            "report.html could not be written; everything else was, and write_report(%r) tries again", str(folder)
+            "report.html or episodes.md could not be written; everything else was, and write_report(%r) tries again",
+            str(folder),
         )
