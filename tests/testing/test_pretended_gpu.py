@@ -195,11 +195,11 @@ class TestErrors:
         assert gpu.errors.total() == 1
 
     def test_name_the_line_of_the_code_that_was_called(self, gpu):
+        rows, weight = torch.ones(2, 4, device="cuda"), torch.ones(4)
         with pytest.raises(DeviceError) as raised:
-            # the layer
-            nn.functional.layer_norm(torch.ones(2, 4, device="cuda"), (4,), torch.ones(4))
+            nn.functional.layer_norm(rows, (4,), weight)  # the line of the layer
         assert str(raised.value) == (
-            f"native_layer_norm(cuda:0 [2, 4], cpu [4]) mixes devices at {line_of('# the layer')}"
+            f"native_layer_norm(cuda:0 [2, 4], cpu [4]) mixes devices at {line_of('# the line of the layer')}"
         )
 
     def test_of_the_package_name_its_file(self, gpu):
