@@ -115,6 +115,8 @@ class TestMultiturn:
         assert list(tmp_path.rglob("offline-run-*/*.wandb"))
 
 
+# they train on the CPU, which accelerate refuses in a process that has used a GPU
+@pytest.mark.host
 class TestCustomLoop:
     def test_is_one_short_file_without_our_trainer(self):
         source = (EXAMPLES / "custom_loop.py").read_text()
@@ -193,6 +195,8 @@ class TestCustomLoss:
         assert new.end_lineno - new.lineno < 20
 
 
+# they train on the CPU, which accelerate refuses in a process that has used a GPU
+@pytest.mark.host
 @pytest.mark.parametrize(("name", "size"), [("custom_loop.py", "NUM_ENVS"), ("torchrl_trainer.py", "CONVERSATIONS")])
 def test_a_gradient_that_is_not_finite_takes_no_step(name, size, monkeypatch, caplog):
     script = load(EXAMPLES / name)
@@ -205,6 +209,8 @@ def test_a_gradient_that_is_not_finite_takes_no_step(name, size, monkeypatch, ca
     assert caplog.text.count("an optimizer step is skipped") == 1
 
 
+# they train on the CPU, which accelerate refuses in a process that has used a GPU
+@pytest.mark.host
 class TestTorchRLTrainer:
     def test_learns_within_the_target_from_groups_that_differ(self, monkeypatch):
         script, learned, call = load(EXAMPLES / "torchrl_trainer.py"), [], update.Update.__call__
