@@ -1,7 +1,8 @@
 """CPU-seconds of a sampled token with ``compile_decode`` and without, in turns, in one process.
 
-    OMP_NUM_THREADS=1 python benchmarks/decode.py --pairs 11 OMP_NUM_THREADS=1 python
-    benchmarks/decode.py --pairs 11 --layers 6 --hidden 256 --rows 8 --tokens 128
+    OMP_NUM_THREADS=1 python benchmarks/decode.py --pairs 11
+    OMP_NUM_THREADS=1 python benchmarks/decode.py --pairs 11 --layers 6 --hidden 256 --rows 8 \\
+        --tokens 128
 
 Prints one JSON object: CPU-seconds of each side's first turn, with the compiler in it, the medians
 for a token of all rows, the median of the pairs' ratios (without over with: above 1 is faster), and

@@ -1,8 +1,9 @@
 """How fast one training iteration is, against the raw limit of each phase and, on request, against
 another library.
 
-    OMP_NUM_THREADS=1 python benchmarks/iteration.py --algo LLMPPO OMP_NUM_THREADS=1 python
-    benchmarks/iteration.py --algo LLMPPO --model-dir DIR --peer-cmd "COMMAND"
+    OMP_NUM_THREADS=1 python benchmarks/iteration.py --algo LLMPPO
+    OMP_NUM_THREADS=1 python benchmarks/iteration.py --algo LLMPPO --model-dir DIR \\
+        --peer-cmd "COMMAND"
 
 The work: a random Qwen2 of 0.66 M parameters, 16 conversations of GuessTheNumber in which any text
 is a legal guess, 32 forced tokens a turn, LoRA of rank 16 on the attention's projections, two

@@ -2,8 +2,9 @@
 shared prefixes, a peer.
 
     OMP_NUM_THREADS=1 python benchmarks/learn.py --model 135M --prompt 300 --response 60 --group 8
-    OMP_NUM_THREADS=1 python benchmarks/learn.py --model 0.5B --prompt 0 --response 512
-    --frozen-head OMP_NUM_THREADS=1 python benchmarks/learn.py --random 200
+    OMP_NUM_THREADS=1 python benchmarks/learn.py --model 0.5B --prompt 0 --response 512 \\
+        --frozen-head
+    OMP_NUM_THREADS=1 python benchmarks/learn.py --random 200
 
 Models have random weights in the shapes of real ones, in float32: neither time nor memory depends
 on the weights. The rows are ``--groups`` prompts with ``--group`` responses each; the tokens of

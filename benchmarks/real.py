@@ -1,7 +1,7 @@
 """The page of a real model from the folders of its runs: docs/results/smollm2.md.
 
-    python benchmarks/real.py --game GuessTheNumber-easy runs/reinforce runs/ppo runs/grpo --game
-    2048 runs/2048
+    python benchmarks/real.py --game GuessTheNumber-easy runs/reinforce runs/ppo runs/grpo \\
+        --game 2048 runs/2048
 
 Writes the tables behind the markers of the page, ``smollm2.png`` (win rates of the training
 batches, and of the held-out evaluations before and after with their intervals) and

@@ -2,8 +2,8 @@
 with vLLM.
 
     OMP_NUM_THREADS=1 python benchmarks/rollout.py --output runs/rollout/varied.json
-    OMP_NUM_THREADS=1 python benchmarks/rollout.py --responses short --output
-    runs/rollout/short.json
+    OMP_NUM_THREADS=1 python benchmarks/rollout.py --responses short \\
+        --output runs/rollout/short.json
 
 Everyone plays the same 256 tasks of GuessTheNumber, float32, over 32 slots, in turns on one
 machine; prefix caches are dropped before each:

@@ -1,9 +1,10 @@
 """CPU-seconds of the parts of a rollout in this process, before a change and after it: in turns, in
 processes of their own.
 
-    git worktree add /tmp/before COMMIT OMP_NUM_THREADS=1 python benchmarks/sampling.py --before
-    /tmp/before --pairs 9 OMP_NUM_THREADS=1 python benchmarks/sampling.py --before /tmp/before
-    --pairs 9 --cases draw-64x65536 draw-64x152064
+    git worktree add /tmp/before COMMIT
+    OMP_NUM_THREADS=1 python benchmarks/sampling.py --before /tmp/before --pairs 9
+    OMP_NUM_THREADS=1 python benchmarks/sampling.py --before /tmp/before --pairs 9 \\
+        --cases draw-64x65536 draw-64x152064
 
 Prints one JSON object: for each case the medians of both sides, the median of the pairs' ratios
 (before over after: above 1 is faster), and an interval, which is that of all pairs but the lowest

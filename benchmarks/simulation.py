@@ -1,7 +1,8 @@
 """What more workers would gain: the collector, simulated (:mod:`torchrl_llm.testing.simulation`).
 
-    python benchmarks/simulation.py python benchmarks/simulation.py --workers 1 8 64 --slots 128
-    --step 0.03 --turns 1 8 --tokens 100 600 --update 60 --staleness 1
+    python benchmarks/simulation.py
+    python benchmarks/simulation.py --workers 1 8 64 --slots 128 --step 0.03 --turns 1 8 \\
+        --tokens 100 600 --update 60 --staleness 1
 
 Prints one line a number of workers: conversations and tokens per second, the share of the tokens
 that the engines could have said if no slot had ever been free, how busy the collecting process was,

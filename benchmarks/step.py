@@ -1,8 +1,9 @@
 """What a step of GRPO costs on questions that share a long prompt: generation, and the rest.
 
-    OMP_NUM_THREADS=1 python benchmarks/step.py --model-dir DIR --prefix-repeats 3 OMP_NUM_THREADS=1
-    python benchmarks/step.py --model-dir DIR --peer-cmd "COMMAND" OMP_NUM_THREADS=2 python
-    benchmarks/step.py --model-dir DIR --dtype bfloat16 --mixed-precision bf16 --threads 2
+    OMP_NUM_THREADS=1 python benchmarks/step.py --model-dir DIR --prefix-repeats 3
+    OMP_NUM_THREADS=1 python benchmarks/step.py --model-dir DIR --peer-cmd "COMMAND"
+    OMP_NUM_THREADS=2 python benchmarks/step.py --model-dir DIR --dtype bfloat16 \\
+        --mixed-precision bf16 --threads 2
 
 Each step answers four questions eight times with ``--completion`` forced tokens, and trains on them
 once: LoRA of rank 16 on the attention's projections, no reference, float32 unless asked for

@@ -1,7 +1,7 @@
 """A server of tools that an episode may ask: the store of ``examples/mcp_tools.py``.
 
-python examples/mcp_server.py # on standard input and output; examples/mcp_tools.py starts it so
-python examples/mcp_server.py 8000 # at http://127.0.0.1:8000/mcp
+python examples/mcp_server.py         # on standard input and output, as mcp_tools.py starts it
+python examples/mcp_server.py 8000    # at http://127.0.0.1:8000/mcp
 """
 
 import sys

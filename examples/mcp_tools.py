@@ -1,9 +1,11 @@
 """An episode that asks an MCP server: the server's tools are in the first message, a result is a
 message of the role tool.
 
-pip install "torchrl-llm[mcp]" python examples/mcp_tools.py # starts examples/mcp_server.py for each
-slot, and ends it python examples/mcp_server.py 8000 & python examples/mcp_tools.py
-http://127.0.0.1:8000/mcp # one that runs
+    pip install "torchrl-llm[mcp]"
+    # starts examples/mcp_server.py for each slot, and ends it
+    python examples/mcp_tools.py
+    # one that runs
+    python examples/mcp_server.py 8000 & python examples/mcp_tools.py http://127.0.0.1:8000/mcp
 """
 
 import json

@@ -1,11 +1,11 @@
 """Train a language model in a multi-turn environment, evaluate it before and after, and write a
 report.
 
-    python examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml python
-    examples/multiturn.py --algo GRPO --config examples/configs/grpo_multiturn.yaml --wandb python
-    examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml --resume accelerate launch
-    --config_file examples/configs/accelerate_fsdp2.yaml examples/multiturn.py --config
-    examples/configs/tiny_ppo_llm.yaml
+    python examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml
+    python examples/multiturn.py --algo GRPO --config examples/configs/grpo_multiturn.yaml --wandb
+    python examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml --resume
+    accelerate launch --config_file examples/configs/accelerate_fsdp2.yaml examples/multiturn.py \\
+        --config examples/configs/tiny_ppo_llm.yaml
 
 It is ``torchrl-llm train``. ``--help`` documents every setting; ``--resume`` goes on where a run
 was stopped. The report goes to ``--output-dir``: ``report.html`` (one page with curves and

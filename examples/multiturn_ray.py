@@ -1,9 +1,10 @@
 """The run of ``multiturn.py`` with rollouts on Ray: workers collect, this process trains.
 
-    python examples/multiturn_ray.py --config examples/configs/tiny_reinforce_llm.yaml --ray-workers
-    2 python examples/multiturn_ray.py --config examples/configs/tiny_reinforce_llm.yaml
-    --max-staleness 1 python examples/multiturn_ray.py --config examples/configs/grpo_multiturn.yaml
-    --policy vllm \\
+    python examples/multiturn_ray.py --config examples/configs/tiny_reinforce_llm.yaml \\
+        --ray-workers 2
+    python examples/multiturn_ray.py --config examples/configs/tiny_reinforce_llm.yaml \\
+        --max-staleness 1
+    python examples/multiturn_ray.py --config examples/configs/grpo_multiturn.yaml --policy vllm \\
         --ray-workers 8 --ray-worker-gpus 1 --address auto
 
 Without ``--address`` a Ray of its own starts on this machine and ends with the run;

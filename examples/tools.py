@@ -1,9 +1,10 @@
 """A tool of GEM in an episode: the model writes Python, GEM runs it, and the result is a message.
 
-    python examples/tools.py # a scripted player, in seconds: what the model reads, and which tokens
-    it is trained on python examples/tools.py --config examples/configs/tiny_reinforce_llm.yaml
-    --max-model-len 1024 \\
-        --max-output-tokens 32 --output-dir runs/tools     # a model; give yours as --model-path
+    # a scripted player, in seconds: what the model reads, and which tokens it is trained on
+    python examples/tools.py
+    # a model; give yours as --model-path
+    python examples/tools.py --config examples/configs/tiny_reinforce_llm.yaml \\
+        --max-model-len 1024 --max-output-tokens 32 --output-dir runs/tools
 
 GEM runs the program in a process of its own, which is no sandbox: see "Tools" in the page on
 environments.

@@ -125,6 +125,22 @@ def test_prose_is_wrapped():
     assert not wrong, "\n".join(wrong)
 
 
+def test_commands_have_lines_of_their_own():
+    """In docstrings, which ``--help`` prints: wrapped as a paragraph they could not be copied."""
+    command = re.compile(r"(?<!&) (python|accelerate launch)( -m)?( [\w./]+\.py\b|$)")
+    wrong = []
+    for path in [
+        path for folder in ("torchrl_llm", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+    ]:
+        lines = path.read_text().splitlines()
+        for number in [
+            number for node in ast.walk(ast.parse("\n".join(lines))) if is_prose(node) for number in span(node)
+        ]:
+            line = re.sub(r"``.*?``|^\s*(\w+=\S+ )*", "", lines[number - 1])
+            wrong += [f"{path}, line {number}"] if command.search(line) else []
+    assert not wrong, "\n".join(wrong)
+
+
 def wide_prose(text: str) -> list[int]:
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     comments = {each.start[0] for each in tokens if each.type == tokenize.COMMENT and not FOR_TOOLS.match(each.string)}

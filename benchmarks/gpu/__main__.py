@@ -1,10 +1,11 @@
 """What needs a GPU, on one: checks, speed, and what to look at first, with the packages that are
 there.
 
-    python -m benchmarks.gpu test --output runs/gpu/test.json python -m benchmarks.gpu bench
-    --output runs/gpu/bench.json --only "update: Qwen2.5-0.5B" python -m benchmarks.gpu first-look
-    --output runs/gpu/first-look python -m benchmarks.gpu test --device cpu --tiny --output
-    runs/gpu/test.json # all code, on a CPU, with small shapes
+    python -m benchmarks.gpu test --output runs/gpu/test.json
+    python -m benchmarks.gpu bench --output runs/gpu/bench.json --only "update: Qwen2.5-0.5B"
+    python -m benchmarks.gpu first-look --output runs/gpu/first-look
+    # all code, on a CPU, with small shapes
+    python -m benchmarks.gpu test --device cpu --tiny --output runs/gpu/test.json
 
 Installs and downloads nothing: models have the shapes of SmolLM2-135M and Qwen2.5 and random
 weights, and the tokenizer knows bytes. Needs torch >= 2.11, transformers, peft, accelerate,

@@ -1,7 +1,8 @@
 """Search settings of a run on Ray Tune: a population (PBT), early stopping (ASHA) or random search.
 
-    torchrl-llm tune --config examples/configs/tuning_tiny.yaml --output-dir runs/tuning torchrl-llm
-    tune --config examples/configs/tuning_tiny.yaml --output-dir runs/tuning --resume --trust
+    torchrl-llm tune --config examples/configs/tuning_tiny.yaml --output-dir runs/tuning
+    torchrl-llm tune --config examples/configs/tuning_tiny.yaml --output-dir runs/tuning --resume \\
+        --trust
 
 A trial is an ordinary run in OUTPUT_DIR/trials, with the settings of base and values drawn from
 space. At the end there is a table of the trials, tuning.json, and the report of the best one: its

@@ -1,9 +1,10 @@
 """Teach a model a game by demonstrations, before reinforcement learning: supervised fine-tuning on
 episodes.
 
-    torchrl-llm warmup --model-path tiny --demonstrations guess_by_half_the_hints --output-dir
-    runs/warm torchrl-llm train --model-path tiny --algo LLMREINFORCE --init-from
-    runs/warm/checkpoints/last --output-dir runs/learned
+    torchrl-llm warmup --model-path tiny --demonstrations guess_by_half_the_hints \\
+        --output-dir runs/warm
+    torchrl-llm train --model-path tiny --algo LLMREINFORCE \\
+        --init-from runs/warm/checkpoints/last --output-dir runs/learned
 
 It is torchrl-llm train with --algo SFT: the same settings, checkpoints and report. --demonstrations
 names what is imitated: a scripted player of torchrl_llm.envs.players or of your own
