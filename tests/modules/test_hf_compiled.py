@@ -51,6 +51,17 @@ def same(one, other, atol=1e-4):
         torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
+def same_until_an_id_differs(one, other):
+    """For models in bfloat16: a last bit that a processor rounds otherwise may move an id, and what
+    follows that id is another text."""
+    compared = 0
+    for a, b, of_a, of_b in zip(one[0], other[0], one[1], other[1], strict=True):
+        common = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        torch.testing.assert_close(of_a[:common], of_b[:common], rtol=0, atol=1e-2)
+        compared += common
+    assert compared >= sum(map(len, one[0])) / 4
+
+
 def with_adapter(model, rank=4):
     model = get_peft_model(model, LoraConfig(r=rank, target_modules=["q_proj", "down_proj"]), adapter_name="actor")
     return perturbed(model)
@@ -104,26 +115,25 @@ class TestEquality:
     )
     def test_ids_and_log_probs_are_those_without_it(self, name, graphs):
         model = MODELS[name]()
-        # Products that round their factors to bfloat16 make a step of it of a difference in the
-        # last bit.
-        atol = 1e-2 if "bfloat16" in name else 1e-4
+        equal = same_until_an_id_differs if "bfloat16" in name else same
         adapter = "actor" if hasattr(model, "peft_config") else None
         plain, compiled = (make_policy(model, adapter=adapter, compile_decode=each, **SHORT) for each in (False, True))
         rows = random_rows([5, 9, 2, 14] * 2)
         for turn in range(2):
             found = play(compiled, rows, turn=turn)
-            same(found, play(plain, rows, turn=turn), atol)
+            equal(found, play(plain, rows, turn=turn))
             rows = [row + response for row, response in zip(rows, found[0], strict=True)]
-        assert graphs.frame_count in (1, 2)
+        # One for batches, one for a batch that has shrunk to a row.
+        play(compiled, rows[:1], turn=1)
+        assert graphs.frame_count == 2
         # New weights are no new graph, and no graph holds old ones.
-        before = graphs.frame_count
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(-1.1)
         new = play(compiled, rows, turn=1)
-        same(new, play(plain, rows, turn=1), atol)
+        equal(new, play(plain, rows, turn=1))
         assert new[0] != found[0]
-        assert graphs.frame_count == before
+        assert graphs.frame_count == 2
 
     @pytest.mark.slow
     def test_generated_code_writes_to_the_cache_in_place(self, monkeypatch):
