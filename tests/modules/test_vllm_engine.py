@@ -90,6 +90,13 @@ class TestStart:
         assert before[2] == np.random.get_state()[1].tolist()
         assert torch.set_num_threads is before[3]
 
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="an engine on a GPU can sleep")
+    def test_one_that_cannot_sleep_is_refused_before(self, words):
+        with pytest.raises(
+            ValueError, match=r"sleep_mode is true.*'cpu'.*expected vLLM for GPUs\. Leave sleep_mode out"
+        ):
+            VLLMPolicy("no/such/model", words, sleep_mode=True)
+
 
 class TestOtherProcess:
     @pytest.mark.slow

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from torchrl_llm.modules import SamplingConfig
+from torchrl_llm.runs import RunConfig
 from torchrl_llm.utils.options import Checked, ConfigError, Count, options_of
 
 if TYPE_CHECKING:
@@ -35,3 +37,16 @@ def test_the_options_of_a_class_of_others_are_known_though_their_annotations_are
     assert Derived(price="any") is not None
     with pytest.raises(ConfigError, match=r"Derived\.width is 0"):
         Derived(width=0)
+
+
+@pytest.mark.parametrize("cls", [SamplingConfig, RunConfig])
+def test_what_is_printed_cuts_long_values_alone(cls):
+    options = {"temperature": 0.5, "max_output_tokens": 32}
+    short, long = (repr(cls(**options, stop_ids=ids)) for ids in ((1, 2), tuple(range(100_000))))
+    assert short.startswith(f"{cls.__name__}(")
+    assert "temperature=0.5" in short
+    assert "stop_ids=(1, 2)" in short
+    beginning, end = long.split(" ... ")
+    assert "stop_ids=(0, 1, 2, " in beginning
+    assert "99998, 99999)" in end
+    assert len(long) < len(short) + 205

@@ -28,6 +28,7 @@ from torchrl_llm.utils.options import (
     PositiveShare,
     Temperature,
     brief,
+    brief_repr,
 )
 
 _BLOCK = {"cpu": 2**19}
@@ -72,6 +73,8 @@ class SamplingConfig(Checked):
     gets. ``None``: the engine decides by :func:`decide_stop_ids` when it is made: the chat
     template's end-of-turn id, the tokenizer's EOS id and the model's own end tokens. An empty
     tuple: responses end at ``max_output_tokens`` only."""
+
+    __repr__ = brief_repr
 
     def __post_init__(self) -> None:
         if self.min_output_tokens > self.max_output_tokens:

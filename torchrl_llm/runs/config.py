@@ -28,7 +28,7 @@ from torchrl_llm.runs.settings import Algorithm, names_of
 from torchrl_llm.runs.settings_file import read_settings, write_settings
 from torchrl_llm.trainers.config import NOTHING_TO_CORRECT, TrainerConfig
 from torchrl_llm.utils.hints import nearest
-from torchrl_llm.utils.options import ConfigError, Idle, meanings, options_class, options_of
+from torchrl_llm.utils.options import ConfigError, Idle, brief_repr, meanings, options_class, options_of
 
 SamplingSettings: Any = options_class(
     "SamplingSettings", options_of(SamplingConfig), meanings(SamplingConfig), "How responses are sampled."
@@ -129,6 +129,8 @@ class RunConfig(
     """
 
     idle: ClassVar[tuple[Idle, ...]] = IDLE
+
+    __repr__ = brief_repr
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         config = super().__new__(cls, *args, **options)

@@ -54,6 +54,7 @@ __all__ = [
     "Share",
     "Temperature",
     "brief",
+    "brief_repr",
     "check_options",
     "check_value",
     "describe",
@@ -217,6 +218,16 @@ def brief(value: object) -> str:
     """
     text = repr(value)
     return text if len(text) <= 205 else f"{text[:150]} ... {text[-50:]}"
+
+
+def brief_repr(options: Any) -> str:
+    """The ``__repr__`` of a dataclass whose values may be long: each is cut as by :func:`brief`.
+
+    Args:
+        options: an instance of a dataclass.
+    """
+    shown = ", ".join(f"{each.name}={brief(getattr(options, each.name))}" for each in fields(options) if each.repr)
+    return f"{type(options).__name__}({shown})"
 
 
 def check_value(name: str, value: object, hint: Any) -> None:

@@ -103,7 +103,7 @@ def load_engine(
         prefix_caching: keep the keys and values of earlier turns.
         enforce_eager: no graph capture; ``None``: on CPUs only.
         sleep_mode: allow :meth:`VLLMPolicy.sleep`, which gives the GPU's memory back while the
-            trainer works.
+            trainer works. Not on CPUs.
         max_lora_rank: the largest rank of LoRA adapters that the engine serves; 0: none, adapters
             are merged.
         multiprocess: run the engine in a process of its own.
@@ -115,11 +115,18 @@ def load_engine(
         **engine_args: passed to ``vllm.LLM``.
 
     Raises:
-        ValueError: a GPU has less memory free than its share.
+        ValueError: a GPU has less memory free than its share, or ``sleep_mode`` where vLLM's
+            engines cannot sleep.
     """
     vllm = import_vllm()
     from vllm.platforms import current_platform
 
+    if sleep_mode and not current_platform.is_sleep_mode_available():
+        raise ValueError(
+            f"sleep_mode is true, and the vLLM that is installed runs on {current_platform.device_type!r}, where no engine can sleep; "
+            "expected vLLM for GPUs. Leave sleep_mode out: it only gives a GPU's memory to the trainer in turns; or install vLLM for "
+            "GPUs, pip install 'torchrl-llm[vllm]'."
+        )
     cpu = current_platform.is_cpu()
     args: dict[str, Any] = {
         "dtype": dtype,
