@@ -109,10 +109,10 @@ def forms(value: Any, around: str = "", depth: int = 5) -> Iterator[str]:
     elif isinstance(value, torch.Tensor | np.ndarray):
         tensor = torch.as_tensor(value).detach() if value.size else None
         weight = isinstance(value, torch.nn.Parameter)
-        if not weight and tensor is not None and tensor.is_floating_point() and tensor.numel() <= LARGEST:
-            if close(tensor):
-                axes = ", ".join(AXES.get(size, "L") for size in tensor.shape)
-                yield f"{type(value).__name__} [{axes}]"
+        small = not weight and tensor is not None and tensor.is_floating_point() and tensor.numel() <= LARGEST
+        if small and close(tensor):
+            axes = ", ".join(AXES.get(size, "L") for size in tensor.shape)
+            yield f"{type(value).__name__} [{axes}]"
     elif depth:
         around = around if isinstance(value, dict) else f"{type(value).__name__}: "
         for part in parts(value):
