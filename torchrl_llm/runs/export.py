@@ -28,7 +28,7 @@ from torchrl_llm.utils.terminal import printable
 
 Format = Literal["adapter", "merged"]
 
-_TEMPLATES = Environment(  # noqa: S701  Markdown, in which code() and fenced() keep texts apart
+_TEMPLATES = Environment(  # of Markdown: code() and fenced() keep texts apart
     loader=PackageLoader("torchrl_llm.runs", "."),
     undefined=StrictUndefined,
     trim_blocks=True,
