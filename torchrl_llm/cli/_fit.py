@@ -61,7 +61,7 @@ def fit(config: RunConfig) -> Iterator[Finding]:
     device, finding = _tried("device", lambda: _device(config), lambda found: f"{found} is used")
     yield finding
     yield from _engine(config)
-    tokenizer, finding = _tried("tokenizer", lambda: load_tokenizer(config), lambda found: f"{len(found)} tokens")
+    tokenizer, finding = _tried("tokenizer", lambda: load_tokenizer(config), _vocabulary)
     yield finding
     if tokenizer is None:
         return
@@ -72,6 +72,10 @@ def fit(config: RunConfig) -> Iterator[Finding]:
             yield _tried("teacher", lambda: check_teacher(config, tokenizer), lambda _: "has the model's tokenizer")[1]
         yield from _environment(config, tokenizer)
         yield from _memory(config, model, device)
+
+
+def _vocabulary(tokenizer: Any) -> str:
+    return f"{len(tokenizer)} tokens"
 
 
 def _tried(name: str, make: Callable[[], _T], describe: Callable[[_T], str]) -> tuple[_T | None, Finding]:
