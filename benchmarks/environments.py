@@ -314,15 +314,15 @@ def play(env_id: str, player: Player, episodes: int, seed: int = 0) -> Played:
     returns, turns, wins, faults = [], [0], 0, []
     for _ in range(episodes):
         try:
-            index = env.next_task()
-            env.start(0, index, env.open(0, index))
+            index = env.slots.next_task()
+            env.slots.start(0, index, env.slots.open(0, index))
             rewards = []
             while env.slots[0].live:
                 said = env.formatter.tokenizer.encode(
                     player(made[-1], rng, env.slots[0].turn), add_special_tokens=False
                 )
-                reply = env.answer(0, said)
-                env.advance(0, said, reply)
+                reply = env.slots.answer(0, said)
+                env.slots.advance(0, said, reply)
                 rewards.append(reply.reward)
             returns.append(sum(rewards))
             turns.append(env.slots[0].turn)

@@ -4,6 +4,7 @@ import ast
 import io
 import re
 import tokenize
+from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -164,6 +165,36 @@ def is_prose(node: ast.AST) -> bool:
 
 def span(node: ast.expr | ast.stmt) -> range:
     return range(node.lineno, node.end_lineno + 1)
+
+
+SPREAD = {"RunConfig"}
+"""Settings have a base for each part of a run, which one class puts together."""
+
+
+def test_no_class_is_spread_over_files():
+    """A class is, if a base of it is in another file of the package and there for this class alone:
+    no other class inherits from the base, no other line of the package names it, and it is not
+    public. Such a base is no part that somebody can use, and the class is read in two files."""
+    found = lone_bases(modules())
+    assert {heir for heir, _ in found} == SPREAD, found
+
+
+def lone_bases(trees: dict[str, ast.Module]) -> set[tuple[str, str]]:
+    """Heir and base, by name. Public is what ``__all__`` lists."""
+    nodes = [(name, node) for name, tree in trees.items() for node in ast.walk(tree)]
+    classes = {node.name: (name, node.bases) for name, node in nodes if isinstance(node, ast.ClassDef)}
+    field = {ast.Name: "id", ast.Attribute: "attr", ast.Constant: "value"}
+    named = Counter(getattr(node, field[type(node)]) for _, node in nodes if type(node) in field)
+    pairs = {
+        (heir, ast.unparse(base).partition("[")[0].rpartition(".")[2])
+        for heir, (_, bases) in classes.items()
+        for base in bases
+    }
+    return {
+        (heir, base)
+        for heir, base in pairs
+        if base in classes and classes[base][0] != classes[heir][0] and named[base] == 1
+    }
 
 
 def test_private_attributes_are_read_where_they_are_defined():

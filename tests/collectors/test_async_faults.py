@@ -82,14 +82,15 @@ class TestFaults:
         env = make(partial(Sometimes, "raise"), num_envs=2, group_size=2, max_turns=6, max_model_len=4096)
         collector = collect(env, says(script), batch_size=2, num_threads=0, max_staleness=1, background=False)
         executor, queue = collector._executor, collector._queue
-        executor._slots[1] = Episode(-1, -1, -1, 0)  # the second member of each group has to wait
+        # the second member of each group has to wait
+        executor._episodes[1] = Episode(-1, -1, -1, 0)
         queue.limit = 3
         executor.step()
         queue.limit = 4
         executor.step()
         while not collector.faults:
             executor.step()
-        executor._slots[1] = None
+        executor._episodes[1] = None
         assert [episodes(collector.rollout()) for _ in range(2)] == [[0, 1], [4, 5]]
         assert collector.faults == {"error": 1}
         assert collector.dropped == {"error": 2}

@@ -106,7 +106,7 @@ class TestSuccess:
         rng = random.Random(0)
         while env.slots[0].live:
             response = tokenizer.encode(environments.solve_sudoku(game_of(env), rng, 0), add_special_tokens=False)
-            env.advance(0, response, env.answer(0, response))
+            env.slots.advance(0, response, env.slots.answer(0, response))
         assert (env.slots[0].stop_reason == keys.StopReason.WON) is won
         assert env.slots[0].total == pytest.approx(1.0)
 
@@ -374,4 +374,4 @@ def rollout(factory, lines, tokenizer):
     env = GEMEnv(factory, tokenizer=tokenizer, max_model_len=8192, max_output_tokens=64)
     policy = ScriptedPolicy(lambda episode, turn, context: lines[turn], tokenizer=tokenizer, max_output_tokens=64)
     env.rollout(len(lines), policy)
-    return tokenizer.decode(env.context(0)), env
+    return tokenizer.decode(env.slots.context(0)), env

@@ -311,24 +311,24 @@ class TestSingleSlots:
         td = says("x")(env.reset())
         response = tokenizer.encode("x<|im_end|>")
         for slot in (1, 0):
-            other.start(slot, slot, other.open(slot, slot))
+            other.slots.start(slot, slot, other.slots.open(slot, slot))
         for turn in range(3):
             shown = td[keys.PROMPT_LENGTH].flatten().tolist()
             for slot in range(2):
-                assert other.context(slot).tolist() == td[keys.PROMPT][slot, : shown[slot]].tolist()
+                assert other.slots.context(slot).tolist() == td[keys.PROMPT][slot, : shown[slot]].tolist()
                 assert other.slots[slot].turn == turn
             td = env.step(td)["next"]
             for slot in range(2):
-                reply = other.answer(slot, response)
+                reply = other.slots.answer(slot, response)
                 assert other.slots[slot].turn == turn, "nothing changes until advance"
-                other.advance(slot, response, reply)
+                other.slots.advance(slot, response, reply)
             td = says("x")(td)
         assert all(slot.finished for slot in other.slots)
         assert (td.select(*other.observe().keys(True, True)) == other.observe()).all()
 
     def test_next_task_counts_up(self, make):
         env = make(Dice, num_envs=2)
-        assert [env.next_task(), env.next_task()] == [0, 1]
+        assert [env.slots.next_task(), env.slots.next_task()] == [0, 1]
         assert env.reset()["episode_id"].flatten().tolist() == [2, 3]
 
     def test_renew_leaves_the_games_behind(self, make, says):
@@ -340,10 +340,10 @@ class TestSingleSlots:
 
         env = make(factory)
         env.reset()
-        env.renew(0)
-        assert env.busy_since(0) is None
+        env.slots.renew(0)
+        assert env.slots.busy_since(0) is None
         assert not env.observe()[keys.PROMPT].any()
-        env.start(0, 5, env.open(0, 5))
+        env.slots.start(0, 5, env.slots.open(0, 5))
         assert len(made) == 2
         assert env.slots[0].task_spec.episode_id == 5
 

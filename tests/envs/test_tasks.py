@@ -134,7 +134,7 @@ class TestRows:
     def questions(tokenizer, env, stream, **kwargs):
         """The tasks of the first 150 tasks."""
         env = GEMEnv(env, tokenizer=tokenizer, num_envs=1, max_model_len=2048, stream=stream, **kwargs)
-        return {env.open(0, i).task.task_id for i in range(150)}
+        return {env.slots.open(0, i).task.task_id for i in range(150)}
 
     @pytest.mark.parametrize("kind", ["math:GSM8K", "qa:HotpotQA", "code:Taco8k"])
     def test_streams_of_a_data_set_share_no_row(self, tokenizer, kind):
@@ -166,7 +166,7 @@ class TestRows:
         """A greedy evaluation samples from a choice of tasks, which is not ``TaskSampler``."""
         envs = [GEMEnv("rg:base_conversion", tokenizer=tokenizer, max_model_len=2048, stream="test") for _ in range(2)]
         envs[1].task_sampler = [envs[0].task_sampler[i] for i in range(3)]
-        assert [envs[1].open(0, i).ids for i in range(3)] == [envs[0].open(0, i).ids for i in range(3)]
+        assert [envs[1].slots.open(0, i).ids for i in range(3)] == [envs[0].slots.open(0, i).ids for i in range(3)]
 
     def test_equal_questions_are_one(self):
         questions = [str(i % 20) for i in range(200)]
@@ -186,7 +186,7 @@ class TestRows:
         rows = [{"question": f"{i}?", "answer": str(i)} for i in range(3)]
         env = PromptDatasetEnv(rows, lambda *_: 1.0, tokenizer=tokenizer, num_envs=6)
         assert len(env.reset()[keys.TASK_ID].unique()) == 3
-        assert len(env.first_of_each_task(6)) == 3
+        assert len(env.slots.first_of_each_task(6)) == 3
 
     def test_the_first_of_each_task_are_looked_for_once(self, tokenizer):
         resets = []
@@ -201,12 +201,12 @@ class TestRows:
                 return super().reset(seed)
 
         env = GEMEnv(Two, tokenizer=tokenizer, num_envs=3, stream="eval")
-        first = env.first_of_each_task(10)
+        first = env.slots.first_of_each_task(10)
         assert (len(first), len(resets)) == (2, 10)
         first.clear()
-        assert len(env.first_of_each_task(10)) == 2
+        assert len(env.slots.first_of_each_task(10)) == 2
         assert len(resets) == 10
-        env.first_of_each_task(9)  # of others
+        env.slots.first_of_each_task(9)  # of others
         env.set_seed(env.task_sampler.seed + 1)
-        env.first_of_each_task(9)
+        env.slots.first_of_each_task(9)
         assert len(resets) == 10 + 9 + 9

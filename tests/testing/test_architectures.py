@@ -14,7 +14,7 @@ from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from torchrl_llm.modules import adapters, lm, prefix_attention
-from torchrl_llm.modules.hf import _self_check
+from torchrl_llm.modules.hf import _cached_model
 
 MIXTURES = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe")
 REFUSED = {
@@ -76,7 +76,7 @@ class TestFaults:
 
     @pytest.mark.parametrize("name", ["gpt_neo", "moshi"])
     def test_windows_that_are_not_tried(self, monkeypatch, name):
-        monkeypatch.setattr(_self_check, "declared_windows", lambda config: [])
+        monkeypatch.setattr(_cached_model, "declared_windows", lambda config: [])
         assert statuses(name)["sampler"] == "wrong"
 
     @pytest.mark.parametrize("name", ["llama, dynamic RoPE", "phi3, longrope"])

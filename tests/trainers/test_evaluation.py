@@ -269,7 +269,7 @@ class TestOverlap:
         shown = []
         for stream in ("train", "eval", "test"):
             env = run.make_env(stream=stream)
-            shown.append({env.open(0, i).task.task_id for i in range(300)})
+            shown.append({env.slots.open(0, i).task.task_id for i in range(300)})
         run.close()
         assert sum(map(len, shown)) == len(set.union(*shown))
         assert [len(each) for each in shown[1:]] == [20, 20]

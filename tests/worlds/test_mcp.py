@@ -215,7 +215,7 @@ def episode(tools: MCPTools, responses: list[str], tokenizer, **given):
     )  # fmt: skip
     policy = ScriptedPolicy(lambda _, turn, context: responses[turn], tokenizer=tokenizer, max_output_tokens=128)
     rollout = env.rollout(len(responses), policy)
-    text = tokenizer.decode(env.context(0))
+    text = tokenizer.decode(env.slots.context(0))
     env.close()
     return rollout["next"], text
 

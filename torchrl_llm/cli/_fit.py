@@ -183,7 +183,7 @@ def _device(config: RunConfig) -> torch.device:
 
 def _longest_prompt(env: GEMEnv) -> int:
     """The most tokens that the first prompt of a task has, of each environment of a mixture."""
-    return max(len(env.open(0, index).ids) for index in range(_TASKS))
+    return max(len(env.slots.open(0, index).ids) for index in range(_TASKS))
 
 
 def _room(config: RunConfig, length: int) -> str:

@@ -111,15 +111,15 @@ def play(env: GEMEnv, index: int, answer: Answer, terminal: Terminal) -> dict[st
         Its turns and its end, as JSON has them; ``stop_reason`` is empty if ``answer`` had no more
         responses.
     """
-    env.start(0, index, env.open(0, index))
+    env.slots.start(0, index, env.slots.open(0, index))
     turns: list[dict[str, Any]] = []
     _show_message(terminal, env)
     while env.slots[0].live:
         message, response = _message(env), answer(env)
         if response is None:
             return {"task": index, "turns": turns, "return": env.slots[0].total, "stop_reason": "", "success": False}
-        reply = env.answer(0, response)
-        env.advance(0, response, reply)
+        reply = env.slots.answer(0, response)
+        env.slots.advance(0, response, reply)
         turns.append({"message": message, "response": env.formatter.decode(response), "reward": reply.reward})
         terminal.show(f"reward {reply.reward:g}", style="green" if reply.reward > 0 else "dim")
         _show_message(terminal, env)
@@ -146,7 +146,7 @@ def _sampled(terminal: Terminal, loaded: LoadedModel, *, greedy: bool) -> Answer
     def answer(env: GEMEnv) -> list[int]:
         slot, response = env.slots[0], list[int]()
         # The ids of task and turn key the noise, as in an evaluation.
-        request = TurnRequest(0, env.context(0).copy(), slot.task_spec.episode_id, slot.turn, greedy)
+        request = TurnRequest(0, env.slots.context(0).copy(), slot.task_spec.episode_id, slot.turn, greedy)
         terminal.show("model: ", end="")
         terminal.stream(text_of(loaded.formatter, loaded.policy.stream(request), response))
         return response
@@ -174,7 +174,7 @@ def _be_the_environment(terminal: Terminal, arguments: Namespace, saved: SavedMo
     loaded = load(arguments, saved, num_envs=1)
     conversation, env = Conversation(loaded, greedy=arguments.greedy), loaded.make_env()
     try:
-        env.start(0, 0, env.open(0, 0))
+        env.slots.start(0, 0, env.slots.open(0, 0))
         _show_message(terminal, env)
         message: str | None = _message(env)
     finally:

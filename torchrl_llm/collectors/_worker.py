@@ -101,7 +101,7 @@ class RolloutWorker:
             self.policy = make_policy()
         share_stop_ids(self.env, self.policy)
         self._install = install
-        self._executor = ThreadExecutor(self.env, self.policy, self, **executor_options)
+        self._executor = ThreadExecutor(self.env.slots, self.policy, self, **executor_options)
         self._waiting: deque[Episode] = deque()
         self._episodes: dict[int, Episode] = {}
         self._failed: list[tuple[int, EnvironmentFault]] = []

@@ -22,7 +22,7 @@ from torchrl_llm.collectors._queue import EpisodeSource, RolloutExecutor
 from torchrl_llm.collectors.collector import EpisodeCollector
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.isolation import MAX_THREADS, POLL_INTERVAL, Call, Pool, kept_global_rng, revoke_global_rng
-from torchrl_llm.envs.slots import TERMINATED, Reply
+from torchrl_llm.envs.slots import TERMINATED, Reply, SlotMachine
 from torchrl_llm.envs.text_env import EnvironmentFault
 from torchrl_llm.episode import Episode, Turn
 from torchrl_llm.keys import StopReason
@@ -117,27 +117,31 @@ class AsyncTurnCollector(EpisodeCollector):
                 "(policy.owns_weights is False)."
             )
         super().__init__(env, policy, max_staleness, False, background, **kwargs)
-        check_slots(self.env)
+        slots = slots_of(self.env)
         self._executor = ThreadExecutor(
-            self.env, policy, self._queue, greedy=self._greedy, num_threads=num_threads, step_timeout=step_timeout
+            slots, policy, self._queue, greedy=self._greedy, num_threads=num_threads, step_timeout=step_timeout
         )
 
 
-def check_slots(env: EnvBase) -> None:
-    """Refuse environments whose slots cannot be run one by one."""
-    if not isinstance(env, GEMEnv):
-        raise TypeError(
-            f"env is a {type(env).__name__}; expected a GEMEnv, whose slots can be run one by one. What a "
-            "transform would do belongs into postproc or the replay buffer's transform."
-        )
+def slots_of(env: EnvBase) -> SlotMachine:
+    """The slots of an environment, to run one by one.
+
+    Raises:
+        TypeError: it is no GEMEnv.
+    """
+    if isinstance(env, GEMEnv):
+        return env.slots
+    raise TypeError(
+        f"env is a {type(env).__name__}; expected a GEMEnv, whose slots can be run one by one. What a "
+        "transform would do belongs into postproc or the replay buffer's transform."
+    )
 
 
 class ThreadExecutor(RolloutExecutor):
-    """Runs episodes over the slots of an environment, each at its own pace. One thread calls it at
-    a time.
+    """Runs episodes over slots, each at its own pace. One thread calls it at a time.
 
     Args:
-        env: used by nothing else meanwhile.
+        slots: used by nothing else meanwhile.
         policy: answers single turns.
         queue: the episodes.
         greedy: decode greedily.
@@ -148,7 +152,7 @@ class ThreadExecutor(RolloutExecutor):
 
     def __init__(
         self,
-        env: GEMEnv,
+        slots: SlotMachine,
         policy: TurnPolicy,
         queue: EpisodeSource,
         *,
@@ -156,12 +160,12 @@ class ThreadExecutor(RolloutExecutor):
         num_threads: int | None,
         step_timeout: float,
     ) -> None:
-        self.env, self.policy, self.greedy, self.step_timeout = env, policy, greedy, step_timeout
-        self.pool = Pool(min(env.batch_size[0], MAX_THREADS) if num_threads is None else num_threads)
+        self.slots, self.policy, self.greedy, self.step_timeout = slots, policy, greedy, step_timeout
+        self.pool = Pool(min(len(slots), MAX_THREADS) if num_threads is None else num_threads)
         self._queue = queue
         # A slot is free if it has no episode and no call: an episode may be released while its call
         # still runs.
-        self._slots: list[Episode | None] = [None] * env.batch_size[0]
+        self._episodes: list[Episode | None] = [None] * len(slots)
         self._calls: dict[int, Call] = {}
         # A quarter of the limit, so that a late call is noticed before it has taken 1.25 times as
         # long.
@@ -186,16 +190,16 @@ class ThreadExecutor(RolloutExecutor):
         return self.in_flight > 0
 
     def release(self, episode: Episode) -> None:
-        if episode in self._slots:
-            slot = self._slots.index(episode)
-            self._slots[slot] = None
+        if episode in self._episodes:
+            slot = self._episodes.index(episode)
+            self._episodes[slot] = None
             # With a call in the environment, the policy has nothing of this slot to cancel.
             if slot not in self._calls:
                 self.policy.cancel([slot])
 
     def clear(self) -> None:
         """Release all slots, and wait for the environments' calls (each up to ``step_timeout``)."""
-        for episode in filter(None, [*self._slots]):
+        for episode in filter(None, [*self._episodes]):
             self.release(episode)
         while self._calls:
             self._collect_env_results(self._poll_interval)
@@ -214,13 +218,13 @@ class ThreadExecutor(RolloutExecutor):
 
     def _fill(self) -> None:
         with self._generators():
-            for slot, episode in enumerate(self._slots):
+            for slot, episode in enumerate(self._episodes):
                 if episode is None and slot not in self._calls:
                     episode = self._queue.next()
                     if episode is None:
                         return
-                    self._slots[slot] = episode
-                    self._calls[slot] = self.pool.submit(slot, partial(self.env.open, slot, episode.index))
+                    self._episodes[slot] = episode
+                    self._calls[slot] = self.pool.submit(slot, partial(self.slots.open, slot, episode.index))
 
     def _generators(self) -> AbstractContextManager[object]:
         """Around calls that this thread makes itself: the global generators are restored once, not
@@ -232,7 +236,7 @@ class ThreadExecutor(RolloutExecutor):
         for call in self.pool.finished(timeout):
             del self._calls[call.slot]
             self._call_seconds.append(call.seconds)
-            episode = self._slots[call.slot]
+            episode = self._episodes[call.slot]
             if episode is None:  # released while its call ran
                 continue
             if isinstance(call.error, EnvironmentFault):
@@ -246,24 +250,24 @@ class ThreadExecutor(RolloutExecutor):
         """Apply what the environment returned; then request the next turn, or free the slot if that
         was the last one."""
         if not episode.awaits_reward:
-            self.env.start(slot, episode.index, reply)
-            episode.task_id = self.env.slots[slot].task_id
+            self.slots.start(slot, episode.index, reply)
+            episode.task_id = self.slots[slot].task_id
         # Otherwise rewards of another task would be trained on.
-        elif self.env.slots[slot].index != episode.index:
+        elif self.slots[slot].index != episode.index:
             raise RuntimeError(
                 f"Slot {slot} of the environment was reset by something else than this collector, which runs task "
                 f"{episode.index} there. Give each user of the environment an environment of its own."
             )
         else:
             if reply.dropped:
-                episode.end_segment(self.env.context(slot))
-            self.env.advance(slot, episode.turns[-1].tokens.tolist(), reply)
+                episode.end_segment(self.slots.context(slot))
+            self.slots.advance(slot, episode.turns[-1].tokens.tolist(), reply)
             episode.rewards.append(reply.reward)
-            if self.env.extras:
-                extras = self.env.slots[slot].extras
+            if self.slots.extras:
+                extras = self.slots[slot].extras
                 episode.extras.append(extras.values)
                 episode.texts |= extras.texts
-        state, context = self.env.slots[slot], self.env.context(slot)
+        state, context = self.slots[slot], self.slots.context(slot)
         if not state.finished:
             self._request(slot, episode)
             return
@@ -271,11 +275,11 @@ class ThreadExecutor(RolloutExecutor):
         success = reason == StopReason.WON
         # The context is a view, which the next episode of the slot overwrites.
         episode.end(context.copy(), reason, terminated=terminated, truncated=not terminated, success=success)
-        self._slots[slot] = None
+        self._episodes[slot] = None
 
     def _request(self, slot: int, episode: Episode) -> None:
         """Ask the policy for the next turn of a slot."""
-        turn, context = self.env.slots[slot].turn, self.env.context(slot)
+        turn, context = self.slots[slot].turn, self.slots.context(slot)
         self.policy.submit(TurnRequest(slot, context, episode.episode_id, turn, self.greedy))
         self._new_requests += 1
 
@@ -286,21 +290,21 @@ class ThreadExecutor(RolloutExecutor):
         if now < self._next_check:
             return
         self._next_check = now + self._poll_interval
-        for call in self.pool.abandon_late(self._calls, self.env.busy_since, self.step_timeout):
+        for call in self.pool.abandon_late(self._calls, self.slots.busy_since, self.step_timeout):
             del self._calls[call.slot]
-            episode = self._slots[call.slot]
+            episode = self._episodes[call.slot]
             if episode is None:  # released while its call ran
-                self.env.renew(call.slot)
+                self.slots.renew(call.slot)
                 self._queue.count_timeout()
             else:
                 assert call.error is not None
-                task_spec = self.env.task_sampler[episode.index]
+                task_spec = self.slots.task_sampler[episode.index]
                 turn = len(episode.rewards) if episode.awaits_reward else -1
-                self._fail(call.slot, episode, self.env.fault(task_spec, turn, call.error))
+                self._fail(call.slot, episode, self.slots.fault(task_spec, turn, call.error))
 
     def _fail(self, slot: int, episode: Episode, fault: EnvironmentFault) -> None:
-        self.env.renew(slot)
-        self._slots[slot] = None
+        self.slots.renew(slot)
+        self._episodes[slot] = None
         self._queue.fail(episode, fault)
 
     # ---------------------------------------- the policy
@@ -342,14 +346,14 @@ class ThreadExecutor(RolloutExecutor):
     def _record(self, response: TurnResponse) -> None:
         """Add a response to its episode, and send it to the environment."""
         slot, limit = response.slot, self.policy.sampling.max_output_tokens
-        episode = self._slots[slot]
+        episode = self._episodes[slot]
         if episode is None or slot in self._calls:
             raise RuntimeError(f"The policy answered slot {slot}, which has asked for nothing.")
         if not 0 < len(response.tokens) <= limit:
             raise RuntimeError(
                 f"The policy answered slot {slot} with {len(response.tokens)} tokens; expected 1 to {limit}."
             )
-        state = self.env.slots[slot]
+        state = self.slots[slot]
         # Not the response's own arrays: they may be rows of a batch, which would be kept alive.
         tokens, log_probs, versions = response.tokens.copy(), response.log_probs.copy(), response.versions.copy()
         episode.add(Turn(state.length, state.segment, tokens, log_probs, versions))
@@ -357,4 +361,4 @@ class ThreadExecutor(RolloutExecutor):
 
     def _send(self, slot: int, response: list[int]) -> None:
         """Send a response to the environment."""
-        self._calls[slot] = self.pool.submit(slot, partial(self.env.answer, slot, response))
+        self._calls[slot] = self.pool.submit(slot, partial(self.slots.answer, slot, response))

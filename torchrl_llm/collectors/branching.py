@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from torchrl_llm.collectors._queue import EpisodeSource
-from torchrl_llm.collectors.async_turn import STEP_TIMEOUT, ThreadExecutor, check_slots
+from torchrl_llm.collectors.async_turn import STEP_TIMEOUT, ThreadExecutor, slots_of
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.games import SelfPlayEnv
+from torchrl_llm.envs.slots import SlotMachine
 from torchrl_llm.envs.text_env import EnvironmentFault
 from torchrl_llm.episode import Episode
 from torchrl_llm.modules.policy import TurnPolicy
@@ -32,6 +33,10 @@ BRANCH_IDS = 2**61
 :mod:`torchrl_llm.envs.tasks` has any."""
 
 FAULT_SCOPE = "of the continuations of a batch"
+
+
+Points = Sequence[tuple[Episode, int]]
+"""Episodes, each with the turn before which it is continued."""
 
 
 class ReplayError(RuntimeError):
@@ -76,7 +81,7 @@ class StateValues(NamedTuple):
 def branch(
     env: GEMEnv,
     policy: TurnPolicy,
-    points: Sequence[tuple[Episode, int]],
+    points: Points,
     *,
     count: Count = 1,
     greedy: bool = False,
@@ -126,25 +131,26 @@ def branch(
         >>> [[len(each.turns) for each in found] for found in branch(env, policy, [(episode, 0), (episode, 1)], count=2)]
         [[1, 1], [2, 2]]
     """
+    slots = slots_of(env)
     _check(env, points)
     counter = max_faults if isinstance(max_faults, FaultCounter) else FaultCounter(max_faults, FAULT_SCOPE)
-    source = _Continuations(env, points, count, counter)
-    timeout = env.step_timeout or STEP_TIMEOUT
-    executor = BranchExecutor(env, policy, source, greedy=greedy, num_threads=env.num_threads, step_timeout=timeout)
+    source = _Continuations(slots, points, count, counter)
+    timeout = slots.step_timeout or STEP_TIMEOUT
+    executor = BranchExecutor(slots, policy, source, greedy=greedy, num_threads=slots.num_threads, step_timeout=timeout)
     try:
         while executor.step():
             pass
     except BaseException:
         # Nothing of this is to answer later: neither the policy nor an environment.
         policy.cancel()
-        for slot in range(len(env.slots)):
-            env.renew(slot)
+        for slot in range(len(slots)):
+            slots.renew(slot)
         raise
     finally:
         executor.close(timeout)
     for (origin, turn), continuations in zip(points, source.found, strict=True):
         if any(len(each.turns) <= turn for each in continuations):
-            raise _replay_error(env, origin, turn)
+            raise _replay_error(slots, origin, turn)
     return source.found
 
 
@@ -202,15 +208,14 @@ def _states(episode: Episode) -> Iterator[int]:
         digest.update(len(turn.tokens).to_bytes(8, "big") + turn.tokens.astype("<i8").tobytes())
 
 
-def _index(env: GEMEnv, episode: Episode) -> int | None:
+def _index(slots: SlotMachine, episode: Episode) -> int | None:
     """The index of an episode's task in the sampler, which not every executor keeps; ``None``: it
     is none of its tasks."""
-    index = env.task_sampler.index_of(episode.episode_id, episode.group_id)
-    return index if index is not None and env.task_sampler[index].env_id == episode.env_id else None
+    index = slots.task_sampler.index_of(episode.episode_id, episode.group_id)
+    return index if index is not None and slots.task_sampler[index].env_id == episode.env_id else None
 
 
-def _check(env: GEMEnv, points: Sequence[tuple[Episode, int]]) -> None:
-    check_slots(env)
+def _check(env: GEMEnv, points: Points) -> None:
     if isinstance(env, SelfPlayEnv):
         raise TypeError("env is a SelfPlayEnv; expected a GEMEnv: the seats of a game cannot be continued one by one.")
     if any(slot.live for slot in env.slots):
@@ -221,13 +226,13 @@ def _check(env: GEMEnv, points: Sequence[tuple[Episode, int]]) -> None:
                 f"Turn {turn} of episode {episode.episode_id} is to be continued, which has {len(episode.turns)} turns; expected "
                 "a finished episode and one of its turns, counted from 0."
             )
-        if _index(env, episode) is None:
+        if _index(env.slots, episode) is None:
             raise ValueError(f"Episode {episode.episode_id} is of no task of env; expected the one that collected it.")
 
 
-def _replay_error(env: GEMEnv, origin: Episode, turn: int) -> ReplayError:
+def _replay_error(slots: SlotMachine, origin: Episode, turn: int) -> ReplayError:
     return ReplayError(
-        f"Episode {origin.episode_id} of {env.names[origin.env_id]!r} was replayed with its seed and responses, and went otherwise "
+        f"Episode {origin.episode_id} of {slots.names[origin.env_id]!r} was replayed with its seed and responses, and went otherwise "
         f"before turn {turn}: the environment draws chance from elsewhere. Make it a function of its seed, or do not branch."
     )
 
@@ -235,14 +240,14 @@ def _replay_error(env: GEMEnv, origin: Episode, turn: int) -> ReplayError:
 class _Continuations(EpisodeSource):
     """The continuations that are to be played, and those that were."""
 
-    def __init__(self, env: GEMEnv, points: Sequence[tuple[Episode, int]], count: int, faults: FaultCounter) -> None:
+    def __init__(self, slots: SlotMachine, points: Points, count: int, faults: FaultCounter) -> None:
         self.origin: dict[Episode, tuple[Episode, int]] = {}
         self.found: list[list[Episode]] = []
         self._faults = faults
         before = Counter[int]()
         for origin, turn in points:
             self.found.append([])
-            index, state = _index(env, origin), [*_states(origin)][turn]
+            index, state = _index(slots, origin), [*_states(origin)][turn]
             assert index is not None  # checked before
             for _ in range(count):
                 key = blake2b(f"{state} {before[state]}".encode(), digest_size=8).digest()
@@ -277,18 +282,16 @@ class BranchExecutor(ThreadExecutor):
 
     def _request(self, slot: int, episode: Episode) -> None:
         (origin, turn), done = self._queue.origin[episode], len(episode.turns)
-        if done > turn:
+        if done <= turn:
+            given = origin.turns[done]
+            shown = origin.contexts[given.segment][: given.start]
+            # As float32, in which the rewards of a turn view are.
+            paid = np.array_equal(np.array(episode.rewards, np.float32), np.array(origin.rewards[:done], np.float32))
+            if not (paid and np.array_equal(self.slots.context(slot), shown)):
+                raise _replay_error(self.slots, origin, done)
+        if done >= turn:
             super()._request(slot, episode)
-            return
-        given = origin.turns[done]
-        shown = origin.contexts[given.segment][: given.start]
-        # As float32, in which the rewards of a turn view are.
-        paid = np.array_equal(np.array(episode.rewards, np.float32), np.array(origin.rewards[:done], np.float32))
-        if not (paid and np.array_equal(self.env.context(slot), shown)):
-            raise _replay_error(self.env, origin, done)
-        if done == turn:
-            super()._request(slot, episode)
-            return
-        episode.add(given)
-        with self._generators():
-            self._send(slot, given.tokens.tolist())
+        else:
+            episode.add(given)
+            with self._generators():
+                self._send(slot, given.tokens.tolist())

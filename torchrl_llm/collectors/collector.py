@@ -223,7 +223,7 @@ class EpisodeCollector(Checked, BaseCollector):
         return self._queue.pop_batch(self._num_wanted, version, self.max_staleness)
 
     def _next_task(self) -> Episode:
-        index = self.env.next_task()
+        index = self.env.slots.next_task()
         return Episode(index, *self.env.task_sampler[index][:3])
 
     def _release(self, episode: Episode) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchrl_llm.collectors._cluster import Cluster, RayCluster
 from torchrl_llm.collectors._ray import RayExecutor, WorkerLostError
-from torchrl_llm.collectors.async_turn import STEP_TIMEOUT, check_slots
+from torchrl_llm.collectors.async_turn import STEP_TIMEOUT, slots_of
 from torchrl_llm.collectors.collector import EpisodeCollector
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
@@ -111,7 +111,7 @@ class RayTurnCollector(EpisodeCollector):
             )
         background = max_staleness > 0 if background is None else background
         super().__init__(env, policy, max_staleness, False, background, **kwargs)
-        check_slots(self.env)
+        slots_of(self.env)  # or raise
         self._scheme: Any = (self._weight_sync_schemes or {}).get("policy")
         make_worker = {
             "make_env": make_env,

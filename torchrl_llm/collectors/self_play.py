@@ -15,7 +15,7 @@ import numpy as np
 from torchrl_llm.collectors._queue import EpisodeSource
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT, ThreadExecutor
 from torchrl_llm.collectors.collector import EpisodeCollector
-from torchrl_llm.envs.games import SelfPlayEnv
+from torchrl_llm.envs.games import GameSlots, SelfPlayEnv
 from torchrl_llm.envs.slots import Reply
 from torchrl_llm.envs.tasks import TaskSampler
 from torchrl_llm.envs.text_env import EnvironmentFault
@@ -94,7 +94,7 @@ class SelfPlayCollector(EpisodeCollector):
                 "would do belongs into postproc or the replay buffer's transform."
             )
         self.opponent = opponent
-        self._executor = TableExecutor(self.env, policy, self._queue, greedy=self._greedy, opponent=opponent)
+        self._executor = TableExecutor(self.env.slots, policy, self._queue, greedy=self._greedy, opponent=opponent)
 
     @property
     def passed(self) -> int:
@@ -136,7 +136,7 @@ class TableExecutor(ThreadExecutor):
     again, or the game has ended.
 
     Args:
-        env: used by nothing else meanwhile.
+        slots: used by nothing else meanwhile.
         policy: answers single turns.
         queue: the episodes.
         greedy: decode greedily.
@@ -144,11 +144,11 @@ class TableExecutor(ThreadExecutor):
             ``None``: the policy has all.
     """
 
-    env: SelfPlayEnv
+    slots: GameSlots
 
     def __init__(
         self,
-        env: SelfPlayEnv,
+        slots: GameSlots,
         policy: TurnPolicy,
         queue: EpisodeSource,
         *,
@@ -156,18 +156,18 @@ class TableExecutor(ThreadExecutor):
         opponent: TurnPolicy | None = None,
     ) -> None:
         players: Any = policy if opponent is None else _Players(policy, opponent, self._is_opponents)
-        super().__init__(env, players, queue, greedy=greedy, num_threads=0, step_timeout=STEP_TIMEOUT)
+        super().__init__(slots, players, queue, greedy=greedy, num_threads=0, step_timeout=STEP_TIMEOUT)
         self.passed = 0
 
     def _is_opponents(self, slot: int) -> bool:
-        episode = self._slots[slot]
-        return episode is not None and not is_learners(episode, self.env.task_sampler)
+        episode = self._episodes[slot]
+        return episode is not None and not is_learners(episode, self.slots.task_sampler)
 
     def _fill(self) -> None:
         with self._generators():
-            for first in range(0, len(self._slots), self.env.group_size):
-                seats = self.env.seats(first)
-                if any(self._slots[slot] is not None or slot in self._calls for slot in seats):
+            for first in range(0, len(self.slots), self.slots.group_size):
+                seats = self.slots.seats(first)
+                if any(self._episodes[slot] is not None or slot in self._calls for slot in seats):
                     continue
                 episode = self._queue.next()
                 if episode is None:
@@ -175,15 +175,15 @@ class TableExecutor(ThreadExecutor):
                 # The rest of the group: batches are whole groups, and no game of this one has
                 # failed yet.
                 for slot in seats:
-                    self._slots[slot] = episode
+                    self._episodes[slot] = episode
                     episode = self._queue.next() if slot < seats[-1] else episode
                 self._deal(first)
 
     def _deal(self, first: int) -> None:
-        episode = self._slots[first]
+        episode = self._episodes[first]
         assert episode is not None
         try:
-            self.env.start_match(first, episode.index)
+            self.slots.start_match(first, episode.index)
         except EnvironmentFault as fault:
             self._fail(first, episode, fault)
         else:
@@ -191,34 +191,34 @@ class TableExecutor(ThreadExecutor):
 
     def _continue(self, slot: int) -> None:
         """Tell those seats of a game that go on what has happened."""
-        for each in self.env.due(slot):
-            episode = self._slots[each]
+        for each in self.slots.due(slot):
+            episode = self._episodes[each]
             if episode is None or each in self._calls:
                 continue
             call: Callable[[], Reply]
             if episode.awaits_reward:
-                call = partial(self.env.answer, each, episode.turns[-1].tokens.tolist())
-            elif self.env.ended(each):
+                call = partial(self.slots.answer, each, episode.turns[-1].tokens.tolist())
+            elif self.slots.ended(each):
                 call = partial(self._pass, each, episode)
             else:
-                call = partial(self.env.open, each, episode.index)
+                call = partial(self.slots.open, each, episode.index)
             self._calls[each] = self.pool.submit(each, call)
 
     def _pass(self, slot: int, episode: Episode) -> Reply:
         """End an episode whose seat never got to move."""
-        reply = self.env.open(slot, episode.index)
-        self.env.start(slot, episode.index, reply)
-        episode.task_id = self.env.slots[slot].task_id
+        reply = self.slots.open(slot, episode.index)
+        self.slots.start(slot, episode.index, reply)
+        episode.task_id = self.slots[slot].task_id
         none = np.zeros(0)
         episode.add(Turn(len(reply.ids), 0, none.astype(np.int64), none.astype(np.float32), none.astype(np.int64)))
         self.passed += 1
-        return self.env.forgo(slot)
+        return self.slots.forgo(slot)
 
     def _send(self, slot: int, response: list[int]) -> None:
-        episode = self._slots[slot]
+        episode = self._episodes[slot]
         assert episode is not None
         try:
-            self.env.move(slot, response)
+            self.slots.move(slot, response)
         except EnvironmentFault as fault:
             self._fail(slot, episode, fault)
         else:
@@ -226,9 +226,9 @@ class TableExecutor(ThreadExecutor):
 
     def _advance(self, slot: int, episode: Episode, reply: Reply) -> None:
         super()._advance(slot, episode, reply)
-        if episode.finished and not self.env.ended(slot):
+        if episode.finished and not self.slots.ended(slot):
             # A budget has cut this seat's episode, and nobody else can have its turn.
-            self.env.stop(slot)
+            self.slots.stop(slot)
             self._continue(slot)
 
 

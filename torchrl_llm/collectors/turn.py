@@ -14,7 +14,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 
 from torchrl_llm import keys
 from torchrl_llm.collectors._queue import EpisodeQueue, RolloutExecutor
-from torchrl_llm.collectors.async_turn import check_slots
+from torchrl_llm.collectors.async_turn import slots_of
 from torchrl_llm.collectors.branching import FAULT_SCOPE, Branches, value_states
 from torchrl_llm.collectors.collector import EpisodeCollector, base_env
 from torchrl_llm.collectors.trees import Trees, grow, mark_trees
@@ -116,7 +116,7 @@ class TurnCollector(EpisodeCollector):
         self._executor = LockstepExecutor(self.env, policy, self._queue, policy_device)
         self.branches, self.trees, self._played = branches, trees, Counter[str]()
         if branches is not None or trees is not None:
-            check_slots(self.env)
+            slots_of(self.env)  # or raise
 
     def metrics(self) -> dict[str, float]:
         return super().metrics() | {f"data/{name}": float(n) for name, n in self._played.items()}
@@ -200,20 +200,20 @@ class LockstepExecutor(RolloutExecutor):
     ) -> None:
         self._env, self._policy, self._queue, self._policy_device = env, policy, queue, policy_device
         base = base_env(env)
-        self._gem = base if isinstance(base, GEMEnv) else None
-        self._slots: list[Episode | None] = [None] * env.batch_size[0]
+        self._slots = base.slots if isinstance(base, GEMEnv) else None
+        self._episodes: list[Episode | None] = [None] * env.batch_size[0]
         self._current: TensorDictBase = TensorDict({}, env.batch_size)
 
     @property
     def in_flight(self) -> int:
-        return sum(episode is not None for episode in self._slots)
+        return sum(episode is not None for episode in self._episodes)
 
     def step(self) -> bool:
         self._fill()
-        active_episodes = {slot: episode for slot, episode in enumerate(self._slots) if episode is not None}
+        active_episodes = {slot: episode for slot, episode in enumerate(self._episodes) if episode is not None}
         if not active_episodes:
             return False
-        active = torch.zeros(len(self._slots), dtype=torch.bool)
+        active = torch.zeros(len(self._episodes), dtype=torch.bool)
         active[[*active_episodes]] = True
         current = self._respond(active)
         if not active.all():
@@ -223,31 +223,31 @@ class LockstepExecutor(RolloutExecutor):
         record_turns([*active_episodes.values()], step if active.all() else step[active])
         self._current = self._env.step_mdp(step)
         for slot, episode in active_episodes.items():
-            if self._gem is not None:
-                episode.texts |= self._gem.slots[slot].extras.texts
+            if self._slots is not None:
+                episode.texts |= self._slots[slot].extras.texts
             if episode.finished:
-                self._slots[slot] = None
+                self._episodes[slot] = None
             if episode.stop_reason in FAILED and not self._queue.keep_failed:
                 self._queue.drop(episode.group_id, StopReason(episode.stop_reason).name.lower())
         self._record_faults()
         return True
 
     def release(self, episode: Episode) -> None:
-        if episode in self._slots:
-            slot = self._slots.index(episode)
-            self._slots[slot] = None
-            if self._gem is not None:
-                self._gem.renew(slot)
+        if episode in self._episodes:
+            slot = self._episodes.index(episode)
+            self._episodes[slot] = None
+            if self._slots is not None:
+                self._slots.renew(slot)
 
     def clear(self) -> None:
-        for episode in filter(None, [*self._slots]):
+        for episode in filter(None, [*self._episodes]):
             self.release(episode)
 
     def close(self, timeout: float) -> None:
         self._current = TensorDict({}, self._env.batch_size)
 
     def _fill(self) -> None:
-        while (free := [i for i, episode in enumerate(self._slots) if episode is None]) and self._queue.room:
+        while (free := [i for i, episode in enumerate(self._episodes) if episode is None]) and self._queue.room:
             # No more than the batch lacks: an environment samples a task for each slot that it
             # resets.
             chosen = free[: self._queue.room]
@@ -256,11 +256,11 @@ class LockstepExecutor(RolloutExecutor):
             # Where a reset failed, a slot got a later task than the slots after it.
             for slot, episode in sorted(found, key=lambda item: item[1].episode_id):
                 if self._queue.add(episode):
-                    self._slots[slot] = episode
+                    self._episodes[slot] = episode
             self._record_faults()
 
     def _reset(self, slots: list[int]) -> None:
-        chosen = torch.zeros(len(self._slots), 1, dtype=torch.bool, device=self._env.device)
+        chosen = torch.zeros(len(self._episodes), 1, dtype=torch.bool, device=self._env.device)
         chosen[slots] = True
         self._current = self._env.reset(self._current.copy().set("_reset", chosen))
         if not self._current[keys.PROMPT_LENGTH][chosen].all():
@@ -280,7 +280,7 @@ class LockstepExecutor(RolloutExecutor):
     def _record_faults(self) -> None:
         """Count the failures of the last reset or step; a task whose reset failed never got to the
         queue."""
-        for fault in [] if self._gem is None else self._gem.new_faults:
+        for fault in [] if self._slots is None else self._slots.new_faults:
             if fault.turn < 0:
                 self._queue.dropped[fault.reason] += 1
             self._queue.faults.record(fault)

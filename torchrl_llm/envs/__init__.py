@@ -20,7 +20,7 @@ from torchrl_llm.envs.isolation import IsolatedEnv
 from torchrl_llm.envs.response import Response
 from torchrl_llm.envs.rewards import RewardError, RewardTimeoutError, Row, WantedColumns
 from torchrl_llm.envs.seen_tasks import SeenTasks
-from torchrl_llm.envs.slots import PromptTooLongError, Reply, Slot
+from torchrl_llm.envs.slots import PromptTooLongError, Reply, Slot, SlotMachine
 from torchrl_llm.envs.tasks import Stage, TaskIdentity, TaskSampler, TaskSpec, task_of
 from torchrl_llm.envs.template_probe import NotAppendOnlyError
 from torchrl_llm.envs.template_properties import TemplateProperties
@@ -65,6 +65,7 @@ __all__ = [
     "SeenTasks",
     "SelfPlayEnv",
     "Slot",
+    "SlotMachine",
     "Stage",
     "TaskIdentity",
     "TaskSampler",

@@ -1,7 +1,7 @@
 """Text environments as TorchRL environments: :class:`GEMEnv`, N of them as one ``EnvBase``.
 
-The TorchRL side: options, specs, ``reset`` and ``step`` of TensorDicts, saved states. Single slots
-are run in :mod:`~torchrl_llm.envs.slots`, random generators and threads of environments are in
+The TorchRL side: options, specs, ``reset`` and ``step`` of TensorDicts. Episodes run in
+:mod:`~torchrl_llm.envs.slots`, random generators and threads of environments are in
 :mod:`~torchrl_llm.envs.isolation`, chat templates are in :mod:`~torchrl_llm.envs.chat`.
 """
 
@@ -11,9 +11,8 @@ import json
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from functools import partial
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -24,26 +23,24 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_llm import keys
 from torchrl_llm.envs.answers import MissingThinking
 from torchrl_llm.envs.chat import ChatFormatter, Template
-from torchrl_llm.envs.extras import merged_kinds
+from torchrl_llm.envs.extras import ExtraKinds
 from torchrl_llm.envs.faults import FaultCounter
-from torchrl_llm.envs.isolation import MAX_THREADS, revoke_global_rng
-from torchrl_llm.envs.slots import Overflow, Reply, Slot, SlotEpisodes, SuccessRule
+from torchrl_llm.envs.isolation import MAX_THREADS
+from torchrl_llm.envs.slots import Overflow, SlotMachine, SuccessRule
 from torchrl_llm.envs.tasks import Stream, TaskSampler
 from torchrl_llm.envs.template_probe import History
 from torchrl_llm.envs.tensors import chosen_slots, done_of, observation_of, responses_of, set_specs
 from torchrl_llm.envs.text_env import EnvironmentFault, EnvSource, EnvSpec, SuccessBy, resolve_env
-from torchrl_llm.keys import StopReason
 from torchrl_llm.stops import HasStopIds, share_stop_ids
+from torchrl_llm.utils.fixed import Delegated
 from torchrl_llm.utils.options import Checked, ConfigError, Count, Natural, Positive
 
 logger = logging.getLogger(__name__)
 
 OnDone = Literal["refill", "idle"]
 
-_CLOSE_TIMEOUT = 1.0  # seconds that threads may take to end
 
-
-class GEMEnv(Checked, SlotEpisodes, EnvBase):
+class GEMEnv(Checked, EnvBase):
     """N text environments as one TorchRL environment of batch size ``[N]``; a turn is a step.
 
     Observations (:mod:`torchrl_llm.keys`): the whole context so far ``("tokens", "prompt")``
@@ -57,9 +54,8 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     whatever else draws random numbers and however many slots there are. Environments see the global
     generators of ``random`` and ``numpy.random`` seeded by their task, and leave them untouched for
     everything else. A partial-step mask ``"_step"`` ``[N]`` is honored: slots outside it keep their
-    state. :attr:`slots` and the methods :meth:`next_task`, :meth:`open`, :meth:`start`,
-    :meth:`answer` and :meth:`advance` run single slots, for collectors without a barrier between
-    turns.
+    state. Episodes run in :attr:`slots`, a :class:`~torchrl_llm.envs.SlotMachine`, which collectors
+    without a barrier between turns take directly.
 
     An episode ends as ``terminated`` when its environment says so (also at its own turn limit), and
     as ``truncated`` by our budgets: ``max_turns``, or when the next response would not fit into
@@ -130,11 +126,19 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             says which.
 
     Attributes:
+        slots: runs the episodes. What follows here is its, and the environment's too.
         mixture: the :class:`~torchrl_llm.envs.EnvSpec` of each environment.
-        last_fault: the last of them; ``None``: none failed.
-        new_faults: those of the last reset or step.
+        names: of the environments.
         extras: name -> ``float`` or ``str`` of the extras that its environments declare
             (:mod:`~torchrl_llm.envs.extras`).
+        formatter: the :class:`~torchrl_llm.envs.ChatFormatter`.
+        task_sampler: which task each index is; it may be replaced.
+        num_sampled: tasks sampled so far.
+        group_size: episodes that share a task.
+        success_reward: the reward from which on an episode that terminates is a success.
+        faults: failed episodes so far, by "error", "timeout" and "context".
+        last_fault: the last of them; ``None``: none failed.
+        new_faults: those of the last reset or step.
 
     Examples:
         >>> from torchrl_llm.testing.policies import ScriptedPolicy
@@ -148,6 +152,28 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     """
 
     batch_locked = True
+    machine: ClassVar[type[SlotMachine]] = SlotMachine
+    """What :attr:`slots` is made of."""
+    slots: SlotMachine
+
+    mixture = Delegated[tuple[EnvSpec, ...]]("slots.mixture")
+    names = Delegated[tuple[str, ...]]("slots.names")
+    extras = Delegated[ExtraKinds]("slots.extras")
+    formatter = Delegated[ChatFormatter]("slots.formatter")
+    task_sampler = Delegated[TaskSampler]("slots.task_sampler")
+    num_sampled = Delegated[int]("slots.num_sampled")
+    num_threads = Delegated[int]("slots.num_threads")
+    step_timeout = Delegated[float | None]("slots.step_timeout")
+    max_model_len = Delegated[int]("slots.max_model_len")
+    max_output_tokens = Delegated[int]("slots.max_output_tokens")
+    max_turns = Delegated[int | None]("slots.max_turns")
+    max_faults = Delegated[int]("slots.faults.max_faults")
+    overflow = Delegated[Overflow]("slots.overflow")
+    group_size = Delegated[int]("slots.group_size")
+    success_reward = Delegated[float]("slots.success.threshold")
+    faults = Delegated[Counter[str]]("slots.faults.counts")
+    last_fault = Delegated[EnvironmentFault | None]("slots.last_fault")
+    new_faults = Delegated[Sequence[EnvironmentFault]]("slots.new_faults")
 
     def __init__(
         self,
@@ -192,9 +218,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             for spec in map(resolve_env, sources)
         ]
         self._check_sizes(specs, num_envs, group_size, max_model_len, max_output_tokens)
-        self.mixture, self.names = tuple(specs), tuple(spec.name for spec in specs)
-        self.extras = merged_kinds([(spec.name, spec.extras) for spec in specs])
-        self.formatter = ChatFormatter(
+        formatter = ChatFormatter(
             tokenizer,
             template=template,
             history=history,
@@ -203,7 +227,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             missing_thinking=missing_thinking,
             template_date=template_date,
         )
-        self.task_sampler = TaskSampler(
+        task_sampler = TaskSampler(
             seed=seed,
             stream=stream,
             group_size=group_size,
@@ -212,10 +236,6 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             num_workers=num_workers,
             weights=None if weights is None else tuple(weights),
         )
-        self._first_seed, self._stream = seed, stream  # an evaluation replaces the sampler
-        # First, because it fails at once where there is no memory for so many slots.
-        self._prompt = torch.zeros(num_envs, max_model_len, dtype=torch.int64)
-        self._slots = [Slot() for _ in range(num_envs)]
         if num_threads is None:
             num_threads = 0 if step_timeout is None else min(num_envs, MAX_THREADS)
         elif num_threads == 0 and step_timeout is not None:
@@ -223,11 +243,21 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
                 "GEMEnv: num_threads is 0; expected >= 1 with a step_timeout: a call in the caller's own thread cannot be "
                 "left."
             )
-        self.num_threads, self.step_timeout = num_threads, step_timeout
-        self.max_faults, self._fault_counter = max_faults, FaultCounter(max_faults, "in a row")
-        self.max_model_len, self.max_output_tokens, self.max_turns = max_model_len, max_output_tokens, max_turns
-        self.on_done, self.overflow = on_done, overflow
-        self._success = SuccessRule(specs, success_reward)
+        self.slots = self.machine(
+            mixture=tuple(specs),
+            formatter=formatter,
+            task_sampler=task_sampler,
+            num_slots=num_envs,
+            max_model_len=max_model_len,
+            max_output_tokens=max_output_tokens,
+            max_turns=max_turns,
+            overflow=overflow,
+            num_threads=num_threads,
+            step_timeout=step_timeout,
+            faults=FaultCounter(max_faults, "in a row"),
+            success=SuccessRule(specs, success_reward),
+        )
+        self.on_done = on_done
         set_specs(self, vocab_size=len(tokenizer))
 
     @staticmethod
@@ -242,42 +272,21 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             raise ValueError(f"GEMEnv: max_model_len is {max_model_len!r}; expected more than {max_output_tokens=}.")
 
     def __repr__(self) -> str:
-        names = "max_model_len", "max_output_tokens", "max_turns", "on_done"
-        sampler = self.task_sampler
-        shown = {
-            "num_envs": len(self._slots),
-            "group_size": self.group_size,
-            "stream": sampler.stream,
-            "seed": sampler.seed,
-        }
+        names = "group_size", "max_model_len", "max_output_tokens", "max_turns", "on_done"
+        shown = {"num_envs": len(self.slots), "stream": self.task_sampler.stream, "seed": self.task_sampler.seed}
         shown |= {name: getattr(self, name) for name in names}
         settings = ", ".join(f"{name}={value!r}" for name, value in shown.items())
-        running = sum(slot.live for slot in self._slots)
+        running = sum(slot.live for slot in self.slots)
         mixture = ", ".join(dict.fromkeys(self.names))
         return (
             f"{type(self).__name__}({mixture}; {settings}; {self.num_sampled} tasks sampled, {running} slots running)"
         )
 
     @property
-    def group_size(self) -> int:
-        """Episodes that share a task."""
-        return self.task_sampler.group_size
-
-    @property
     def single_turn(self) -> tuple[bool | None, ...]:
         """Of each environment of the mixture, whether its episodes end with their first response;
         ``None``: not known."""
         return tuple(True if self.max_turns == 1 else spec.single_turn for spec in self.mixture)
-
-    @property
-    def success_reward(self) -> float:
-        """The reward from which on an episode that terminates is a success."""
-        return self._success.threshold
-
-    @property
-    def faults(self) -> Counter[str]:
-        """Failed episodes so far, by "error", "timeout" and "context"."""
-        return self._fault_counter.counts
 
     def rollout(self, max_steps: int, policy: Any = None, *args: Any, **kwargs: Any) -> TensorDictBase:
         """TorchRL's rollout; the policy's stop ids end responses here too."""
@@ -336,7 +345,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
 
     def _check_options(self, env_id: int, options: Mapping[str, Any]) -> None:
         try:
-            env = self._isolated(env_id, tuple(options.items())).make()
+            env = self.slots.new_env(env_id, tuple(options.items())).make()
         except Exception as error:
             raise ConfigError(
                 f"The environment {self.names[env_id]!r} cannot be made with the options {dict(options)!r:.200}: "
@@ -348,34 +357,25 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     # ---------------------------------------- TorchRL's private methods
 
     def _set_seed(self, seed: int | None) -> None:
-        """Seed the tasks and sample them from the first again; running episodes continue.
-
-        With another seed than the one that the environment was made with, ids depend on the seed
-        too: TorchRL gives each worker of a ``SerialEnv`` or ``ParallelEnv`` its own.
-        """
         if seed is not None:
-            # The stage of a curriculum that is in force holds from the first task on.
-            stages = tuple(replace(stage, first_group=0) for stage in self.task_sampler.stages[-1:])
-            by_seed = seed != self._first_seed
-            self.task_sampler = replace(self.task_sampler, seed=seed, ids_by_seed=by_seed, stages=stages)
-            self.num_sampled = 0
+            self.slots.set_seed(seed)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         self.new_faults = ()
-        chosen = chosen_slots(tensordict, "_reset", len(self._slots))
+        chosen = chosen_slots(tensordict, "_reset", len(self.slots))
         partial_reset = tensordict is not None and tensordict.get("_reset", None) is not None
         if partial_reset and self.on_done == "idle":
             for i in chosen:
-                self._slots[i] = Slot(self._slots[i].envs)
+                self.slots.empty(i)
         else:
-            self._begin(dict.fromkeys(chosen))
-        never = torch.zeros(len(self._slots), 1, dtype=torch.bool)
+            self.slots.begin(dict.fromkeys(chosen))
+        never = torch.zeros(len(self.slots), 1, dtype=torch.bool)
         done = {keys.DONE: never, keys.TERMINATED: never.clone(), keys.TRUNCATED: never.clone()}
-        return self._tensordict(self._observation() | done)
+        return self._tensordict(observation_of(self.slots) | done)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         self.new_faults = ()
-        slots, chosen = self._slots, chosen_slots(tensordict, "_step", len(self._slots))
+        slots, chosen = self.slots, chosen_slots(tensordict, "_step", len(self.slots))
         over = [i for i in chosen if slots[i].finished]
         if over:
             raise RuntimeError(
@@ -383,25 +383,9 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
                 'or leave them out with the partial-step mask "_step".'
             )
         responses = responses_of(tensordict)
-        calls = {
-            i: (slots[i].task_spec, slots[i].turn, partial(self.answer, i, responses[i]))
-            for i in chosen
-            if slots[i].live
-        }
-        rewards = torch.zeros(len(slots), 1)
-        for i, reply in self._call(calls).items():
-            if isinstance(reply, EnvironmentFault):
-                # The response stays in the context: the policy sampled it, whatever became of the
-                # environment.
-                reply = Reply(responses[i], stop_reason=self._contain(i, reply))
-            elif reply.stop_reason != StopReason.RUNNING:
-                self._fault_counter.recent.clear()
-            self.advance(i, responses[i], reply)
-            rewards[i, 0] = reply.reward
-        return self._tensordict(self._observation() | done_of(slots) | {keys.REWARD: rewards})
-
-    def _observation(self) -> dict[Any, Tensor]:
-        return observation_of(self._slots, self._prompt, self.extras, slides=self.overflow == "slide")
+        rewards = slots.step({i: responses[i] for i in chosen if slots[i].live})
+        reward = torch.tensor([[rewards.get(i, 0.0)] for i in range(len(slots))])
+        return self._tensordict(observation_of(slots) | done_of(slots) | {keys.REWARD: reward})
 
     def _tensordict(self, values: dict[Any, Tensor]) -> TensorDict:
         return TensorDict(values, batch_size=self.batch_size, device=self.device)
@@ -411,12 +395,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     def state_dict(self, *args: Any, **kwargs: Any) -> OrderedDict:
         """What :meth:`load_state_dict` needs: the counters, and each slot as its task and its
         responses so far."""
-        slots = [
-            {"index": slot.index, "stop_reason": int(slot.stop_reason), "responses": [*map(list, slot.responses)]}
-            for slot in self._slots
-        ]
-        counts = {"num_sampled": self.num_sampled, "faults": dict(self.faults)}
-        return OrderedDict(task_sampler=asdict(self.task_sampler), slots=slots, **counts)
+        return self.slots.state_dict()
 
     def load_state_dict(self, state_dict: OrderedDict, *args: Any, **kwargs: Any) -> None:
         """Continue where :meth:`state_dict` was taken: running episodes are replayed;
@@ -429,47 +408,13 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             ValueError: the state is of an environment with other groups, mixture, stream, workers
                 or number of slots.
         """
-        if not state_dict:
-            logger.warning(
-                "GEMEnv got an empty state and continues with task %d; save env.state_dict().", self.num_sampled
-            )
-            return
-        saved, slots = type(self.task_sampler)(**state_dict["task_sampler"]), state_dict["slots"]
-        running = {
-            i: slot
-            for i, slot in enumerate(slots)
-            if slot["index"] is not None and slot["stop_reason"] == StopReason.RUNNING
-        }
-        # The seed may differ: set_seed may have been called since the environment was made, here or
-        # there.
-        same_seed = replace(saved, seed=self.task_sampler.seed, ids_by_seed=self.task_sampler.ids_by_seed)
-        if same_seed != self.task_sampler or (running and len(slots) != len(self._slots)):
-            raise ValueError(
-                f"The state is of {saved} over {len(slots)} slots; this environment has {self.task_sampler} over "
-                f"{len(self._slots)} slots. Make it with the same arguments (only the seed may differ)."
-            )
-        self.task_sampler, self.num_sampled = saved, state_dict["num_sampled"]
-        self._first_seed = self._first_seed if saved.ids_by_seed else saved.seed
-        # A collector that runs single slots counts faults itself.
-        self._fault_counter.counts = Counter(state_dict.get("faults", {}))
-        self._slots = [Slot(slot.envs) for slot in self._slots]
-        for slot, old in zip(self._slots, slots, strict=False):
-            slot.stop_reason = StopReason(old["stop_reason"])
-        self._begin({i: old["index"] for i, old in running.items()})
-        for i, old in running.items():
-            # Replayed and not unpickled: environments need not be picklable, and task and responses
-            # determine them.
-            for response in map(list, old["responses"]):
-                self.advance(i, response, self.answer(i, response))
+        self.slots.load_state_dict(state_dict)
 
     def observe(self) -> TensorDict:
         """The current observation of all slots, as a policy reads it (batch ``[N]``)."""
-        return self._tensordict(self._observation() | done_of(self._slots))
+        return self._tensordict(observation_of(self.slots) | done_of(self.slots))
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """End the threads; those of environments that hang are left behind."""
-        if self._pool is not None:
-            for thread in self._pool.close(_CLOSE_TIMEOUT):
-                # Otherwise every other environment of the process would wait for it.
-                revoke_global_rng(thread)
+        self.slots.close()
         super().close(raise_if_closed=raise_if_closed)

@@ -18,8 +18,7 @@ from tensordict import TensorDictBase
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.extras import ExtraKinds
 from torchrl_llm.envs.isolation import IsolatedEnv, kept_global_rng
-from torchrl_llm.envs.slots import Reply
-from torchrl_llm.envs.tasks import TaskSpec
+from torchrl_llm.envs.slots import Reply, SlotMachine
 from torchrl_llm.envs.text_env import EnvironmentUnavailableError, EnvSource, EnvSpec, resolve_env
 from torchrl_llm.utils.options import ConfigError, Count
 
@@ -181,59 +180,13 @@ class Seat:
         return self.match.seed, self.place
 
 
-class SelfPlayEnv(GEMEnv):
-    """Games of several players; a slot is a seat. For
-    :class:`~torchrl_llm.collectors.SelfPlayCollector`.
+class GameSlots(SlotMachine):
+    """The slots of a :class:`SelfPlayEnv`: each is a seat, and neighboring seats share a match,
+    which is found by any of its slots."""
 
-    The seats of a game are neighboring slots and a group of episodes, one for each player, in the
-    order of the players. Each has its own context. What one of them may not do ends the game for
-    all: where a context is full, or ``max_turns`` is reached, the episodes of the other seats end
-    truncated too (``StopReason.ENV_TRUNCATED``), and nobody has won.
-
-    Args:
-        env: an id, a class that is a :class:`Game` or another function that makes one, an
-            :class:`~torchrl_llm.envs.EnvSpec`, or a list of these, all with equally many players.
-        group_size: the number of players; default ``None``: as the game says.
-        num_envs: seats, a multiple of the players; default: those of one game.
-        options: see :class:`~torchrl_llm.envs.GEMEnv`.
-
-    Raises:
-        ConfigError: an environment is no game, or the players of the games differ from each other
-            or from ``group_size``.
-
-    Examples:
-        >>> from torchrl_llm.testing.take_away import TakeAway
-        >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
-        >>> SelfPlayEnv(TakeAway, tokenizer=byte_tokenizer(), num_envs=8).group_size
-        2
-    """
-
-    def __init__(
-        self,
-        env: EnvSource | Sequence[EnvSource],
-        *,
-        group_size: Count | None = None,
-        num_envs: Count | None = None,
-        **options: Any,
-    ) -> None:
-        sources: Sequence[Any] = [env] if isinstance(env, str | EnvSpec) or callable(env) else env
-        specs = [*map(resolve_env, sources)]
-        players = {spec.name: _players(spec) for spec in specs}
-        if len(found := {*players.values()}) != 1 or group_size not in (None, *found):
-            raise ConfigError(
-                f"The games have {players} players, and group_size is {group_size}; expected equal numbers, for the seats of a game "
-                "are a group: leave group_size out, and play games of other numbers apart."
-            )
-        size = found.pop()
-        super().__init__(
-            [replace(spec, make=partial(Seat, cast(Any, spec.make), spec.name), extras=Seat.extras) for spec in specs],
-            group_size=size,
-            num_envs=size if num_envs is None else num_envs,
-            **options,
-        )
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._matches: dict[int, Match] = {}
-
-    # ---------------------------------------- games, by the slot of their first seat
 
     def seats(self, slot: int) -> range:
         """The slots of the game that ``slot`` belongs to."""
@@ -250,7 +203,8 @@ class SelfPlayEnv(GEMEnv):
         """
         task_spec = self.task_sampler[index]
         try:
-            seats = [self._seat(slot, task_spec) for slot in self.seats(first)]
+            envs = [self._env(slot, task_spec) for slot in self.seats(first)]
+            seats = [cast(Seat, env.env or env.make()) for env in envs]
             # The first seat's own match; those of the others are never made.
             match = self._matches[first] = seats[0].match
             for place, seat in enumerate(seats):
@@ -260,13 +214,6 @@ class SelfPlayEnv(GEMEnv):
             raise
         except (Exception, SystemExit) as error:
             raise self.fault(task_spec, -1, error) from error
-
-    def _seat(self, slot: int, task_spec: TaskSpec) -> Seat:
-        envs = self._slots[slot].envs
-        env = envs.get(task_spec.env_id)
-        if env is None or env.options != task_spec.options:
-            env = envs[task_spec.env_id] = self._isolated(task_spec.env_id, task_spec.options)
-        return cast(Seat, env.env or env.make())
 
     def move(self, slot: int, response: Sequence[int]) -> None:
         """Make a seat's move in its game.
@@ -308,6 +255,61 @@ class SelfPlayEnv(GEMEnv):
         """Abandon all seats of a slot's game: its state is unknown."""
         for each in self.seats(slot):
             super().renew(each)
+
+
+class SelfPlayEnv(GEMEnv):
+    """Games of several players; a slot is a seat. For
+    :class:`~torchrl_llm.collectors.SelfPlayCollector`.
+
+    The seats of a game are neighboring slots and a group of episodes, one for each player, in the
+    order of the players. Each has its own context. What one of them may not do ends the game for
+    all: where a context is full, or ``max_turns`` is reached, the episodes of the other seats end
+    truncated too (``StopReason.ENV_TRUNCATED``), and nobody has won.
+
+    Args:
+        env: an id, a class that is a :class:`Game` or another function that makes one, an
+            :class:`~torchrl_llm.envs.EnvSpec`, or a list of these, all with equally many players.
+        group_size: the number of players; default ``None``: as the game says.
+        num_envs: seats, a multiple of the players; default: those of one game.
+        options: see :class:`~torchrl_llm.envs.GEMEnv`.
+
+    Raises:
+        ConfigError: an environment is no game, or the players of the games differ from each other
+            or from ``group_size``.
+
+    Examples:
+        >>> from torchrl_llm.testing.take_away import TakeAway
+        >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
+        >>> SelfPlayEnv(TakeAway, tokenizer=byte_tokenizer(), num_envs=8).group_size
+        2
+    """
+
+    machine = GameSlots
+    slots: GameSlots
+
+    def __init__(
+        self,
+        env: EnvSource | Sequence[EnvSource],
+        *,
+        group_size: Count | None = None,
+        num_envs: Count | None = None,
+        **options: Any,
+    ) -> None:
+        sources: Sequence[Any] = [env] if isinstance(env, str | EnvSpec) or callable(env) else env
+        specs = [*map(resolve_env, sources)]
+        players = {spec.name: _players(spec) for spec in specs}
+        if len(found := {*players.values()}) != 1 or group_size not in (None, *found):
+            raise ConfigError(
+                f"The games have {players} players, and group_size is {group_size}; expected equal numbers, for the seats of a game "
+                "are a group: leave group_size out, and play games of other numbers apart."
+            )
+        size = found.pop()
+        super().__init__(
+            [replace(spec, make=partial(Seat, cast(Any, spec.make), spec.name), extras=Seat.extras) for spec in specs],
+            group_size=size,
+            num_envs=size if num_envs is None else num_envs,
+            **options,
+        )
 
     # ---------------------------------------- what needs a collector that knows of games
 

@@ -1,28 +1,29 @@
-"""Episodes slot by slot: :class:`Slot`, :class:`Reply`, and :class:`SlotEpisodes`, which runs them.
+"""Episodes slot by slot: :class:`Slot`, :class:`Reply`, and :class:`SlotMachine`, which runs them.
 
-This module lets contexts grow and slide, ends episodes, and counts and replaces environments that
-fail. TensorDicts, specs and saved states are in :mod:`~torchrl_llm.envs.env`.
+This module lets contexts grow and slide, ends episodes, counts and replaces environments that fail,
+and saves what runs. TensorDicts and specs are in :mod:`~torchrl_llm.envs.env`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+import torch
 
 from torchrl_llm.envs.chat import ChatFormatter
-from torchrl_llm.envs.extras import NO_EXTRAS, ExtraKinds, Extras
+from torchrl_llm.envs.extras import NO_EXTRAS, Extras, merged_kinds
 from torchrl_llm.envs.faults import FaultCounter
-from torchrl_llm.envs.isolation import Call, IsolatedEnv, Pool, kept_global_rng
-from torchrl_llm.envs.tasks import Stream, TaskIdentity, TaskSampler, TaskSpec
+from torchrl_llm.envs.isolation import Call, IsolatedEnv, Pool, kept_global_rng, revoke_global_rng
+from torchrl_llm.envs.tasks import TaskIdentity, TaskSampler, TaskSpec
 from torchrl_llm.envs.text_env import EnvironmentFault, EnvironmentUnavailableError, EnvSpec, TextStep
 from torchrl_llm.keys import StopReason
 from torchrl_llm.utils.options import ConfigError
@@ -35,6 +36,7 @@ NO_TASK_SPEC = TaskSpec(-1, -1, 0, 0)
 NO_TASK = TaskIdentity(-1, known=False)
 TERMINATED = (StopReason.WON, StopReason.LOST, StopReason.TURN_LIMIT)
 FAILED = (StopReason.ERROR, StopReason.TIMEOUT)
+_CLOSE_TIMEOUT = 1.0  # seconds that threads may take to end
 _WARN_AFTER = 64  # episodes without a success; then a warning asks what counts as one
 
 
@@ -181,46 +183,87 @@ _SlotCall = tuple[TaskSpec, int, Callable[[], Reply]]
 """For which task a slot calls, in which turn (-1: the reset), and what."""
 
 
-class SlotEpisodes:
-    """Runs the episodes of :class:`~torchrl_llm.envs.GEMEnv` slot by slot, in token ids, without a
-    TensorDict.
+@dataclass(eq=False, kw_only=True, repr=False)
+class SlotMachine:
+    """Runs the episodes of N slots, each at its own pace, in token ids and without a TensorDict.
 
-    It is a base class of its own so that the file of the environment shows the TorchRL side alone;
-    the attributes below are ``GEMEnv``'s.
+    :class:`~torchrl_llm.envs.GEMEnv` holds one and steps all slots at once (:meth:`step`).
+    Collectors without a barrier between turns take it (``env.slots``) and run single slots, by
+    :meth:`open` and :meth:`start`, :meth:`answer` and :meth:`advance`. It is a sequence of the
+    slots' states: ``env.slots[0].turn``.
+
+    Attributes:
+        mixture: the :class:`~torchrl_llm.envs.EnvSpec` of each environment.
+        formatter: writes contexts and reads responses.
+        task_sampler: which task each index is.
+        num_slots: N.
+        max_model_len, max_output_tokens, max_turns, overflow, num_threads, step_timeout: see
+            :class:`~torchrl_llm.envs.GEMEnv`.
+        faults: counts failed episodes of :meth:`begin` and :meth:`step`; what runs single slots
+            counts its own.
+        success: decides which episodes are a success.
+        num_sampled: tasks sampled so far.
+        last_fault: of ``faults``, the last; ``None``: none failed.
+        new_faults: those of the last :meth:`step`, or since it was set to ().
+        names: of the environments.
+        extras: name -> ``float`` or ``str`` of the extras that they declare.
+
+    Examples:
+        >>> from torchrl_llm.envs import GEMEnv
+        >>> from torchrl_llm.testing.environments import StopOrGo
+        >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
+        >>> slots = GEMEnv(StopOrGo, tokenizer=byte_tokenizer(), max_output_tokens=32).slots
+        >>> task, response = slots.next_task(), [*slots.formatter.answer("stop")]
+        >>> slots.start(0, task, slots.open(0, task))
+        >>> slots.advance(0, response, slots.answer(0, response))
+        >>> slots[0].turn, slots[0].stop_reason.name
+        (1, 'WON')
     """
 
-    names: tuple[str, ...]
-    extras: ExtraKinds
+    mixture: tuple[EnvSpec, ...]
     formatter: ChatFormatter
     task_sampler: TaskSampler
-    num_sampled = 0
-    num_threads: int
-    step_timeout: float | None
-    last_fault: EnvironmentFault | None = None
-    new_faults: Sequence[EnvironmentFault] = ()
+    num_slots: int
     max_model_len: int
     max_output_tokens: int
     max_turns: int | None
     overflow: Overflow
-    _fault_counter: FaultCounter
-    mixture: tuple[EnvSpec, ...]
-    _stream: Stream
-    _slots: list[Slot]
-    _firsts: tuple[Any, list[int]] = (None, [])
-    _prompt: Tensor
-    _success: SuccessRule
-    _pool: Pool | None = None
+    num_threads: int
+    step_timeout: float | None
+    faults: FaultCounter
+    success: SuccessRule
+    num_sampled: int = field(default=0, init=False)
+    last_fault: EnvironmentFault | None = field(default=None, init=False)
+    new_faults: Sequence[EnvironmentFault] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        self.names = tuple(spec.name for spec in self.mixture)
+        self.extras = merged_kinds([(spec.name, spec.extras) for spec in self.mixture])
+        # An evaluation replaces the sampler.
+        self._stream, self._first_seed = self.task_sampler.stream, self.task_sampler.seed
+        # First, because it fails at once where there is no memory for so many slots.
+        self.prompt = torch.zeros(self.num_slots, self.max_model_len, dtype=torch.int64)
+        self._slots = [Slot() for _ in range(self.num_slots)]
+        self._firsts: tuple[Any, list[int]] = (None, [])
+        self._pool: Pool | None = None
+
+    def __len__(self) -> int:
+        return self.num_slots
+
+    def __getitem__(self, slot: int) -> Slot:
+        return self._slots[slot]
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots)
 
     @property
-    def slots(self) -> Sequence[Slot]:
-        """The state of each slot. The methods below run slots one by one; they need no
-        TensorDict."""
-        return self._slots
+    def group_size(self) -> int:
+        """Episodes that share a task."""
+        return self.task_sampler.group_size
 
     def context(self, slot: int) -> npt.NDArray[np.int64]:
-        """The ids of a slot's context, ``[slots[slot].length]``: a view, valid until the slot's
-        next turn."""
-        return self._prompt.numpy()[slot, : self._slots[slot].length]
+        """The ids of a slot's context, ``[length]``: a view, valid until the slot's next turn."""
+        return self.prompt.numpy()[slot, : self._slots[slot].length]
 
     def next_task(self) -> int:
         """Sample the next task; returns its index in :attr:`task_sampler`."""
@@ -239,11 +282,9 @@ class SlotEpisodes:
             ConfigError: it cannot be made with its options.
             PromptTooLongError: the first context leaves no room for a response.
         """
-        task_spec, envs = self.task_sampler[index], self._slots[slot].envs
+        task_spec = self.task_sampler[index]
         try:
-            env = envs.get(task_spec.env_id)
-            if env is None or env.options != task_spec.options:
-                env = envs[task_spec.env_id] = self._isolated(task_spec.env_id, task_spec.options)
+            env = self._env(slot, task_spec)
             context = self.formatter.start(env.reset(task_spec.seed))
         except (EnvironmentUnavailableError, ConfigError):  # no task would have another one
             raise
@@ -259,7 +300,16 @@ class SlotEpisodes:
             raise PromptTooLongError(self.names[task_spec.env_id], task_spec, -1, cause)
         return Reply(context, task=env.task or NO_TASK)
 
-    def _isolated(self, env_id: int, options: tuple[tuple[str, Any], ...]) -> IsolatedEnv:
+    def _env(self, slot: int, task_spec: TaskSpec) -> IsolatedEnv:
+        """A slot's environment for a task."""
+        envs = self._slots[slot].envs
+        env = envs.get(task_spec.env_id)
+        if env is None or env.options != task_spec.options:
+            env = envs[task_spec.env_id] = self.new_env(task_spec.env_id, task_spec.options)
+        return env
+
+    def new_env(self, env_id: int, options: tuple[tuple[str, Any], ...]) -> IsolatedEnv:
+        """Another one of the environments ``env_id`` of the mixture, made with these options."""
         spec = self.mixture[env_id]
         rows = self._stream if spec.divide else None
         return IsolatedEnv(spec.make, spec.name, rows=rows, extras=spec.extras, options=options)
@@ -268,7 +318,7 @@ class SlotEpisodes:
         """Start the episode of the task ``index`` in a slot, with what :meth:`open` returned."""
         envs, task_spec = self._slots[slot].envs, self.task_sampler[index]
         self._slots[slot] = Slot(envs, index=index, task_spec=task_spec, task_id=reply.task.task_id, pieces=[reply.ids])
-        self._prompt[slot] = 0
+        self.prompt[slot] = 0
         self._append(slot, reply.ids)
 
     def answer(self, slot: int, response: list[int]) -> Reply:
@@ -314,12 +364,12 @@ class SlotEpisodes:
         state.stop_reason = reply.stop_reason
         state.pieces.append(reply.ids)
         if reply.stop_reason in TERMINATED:
-            self._success.watch(state, reply)
+            self.success.watch(state, reply)
         if reply.dropped:
             del state.pieces[1 : 1 + reply.dropped]
             state.segment += 1
             state.length = 0
-            self._prompt[slot] = 0
+            self.prompt[slot] = 0
             self._append(slot, [*chain.from_iterable(state.pieces)])
         else:
             # Cuts nothing while an episode runs: it ends where the next response would not fit.
@@ -364,19 +414,29 @@ class SlotEpisodes:
         times = [env.busy_since for env in list(self._slots[slot].envs.values())]
         return next((since for since in times if since is not None), None)
 
+    def empty(self, slot: int) -> None:
+        """Let a slot idle; it keeps its environments."""
+        self._slots[slot] = Slot(self._slots[slot].envs)
+
     def renew(self, slot: int) -> None:
         """Abandon a slot's environments, which may still run: it idles, and makes new ones for its
         next task."""
         self._slots[slot] = Slot()
-        self._prompt[slot] = 0
+        self.prompt[slot] = 0
 
     def fault(self, task_spec: TaskSpec, turn: int, cause: BaseException) -> EnvironmentFault:
         """The error of an environment that failed in a turn (-1: at its reset) of a task."""
         return EnvironmentFault(self.names[task_spec.env_id], task_spec, turn, cause)
 
-    def _begin(self, indices: Mapping[int, int | None]) -> None:
+    # ---------------------------------------- several slots at once
+
+    def begin(self, indices: Mapping[int, int | None]) -> None:
         """Start the tasks ``indices`` (slot -> index of its task; ``None``: the next one that can
-        be started)."""
+        be started), in threads if there are any.
+
+        Raises:
+            EnvironmentFault: too many failed in a row, or one of a given index did.
+        """
         waiting = {slot: self.next_task() if index is None else index for slot, index in indices.items()}
         while waiting:
             opened, waiting = waiting, {}
@@ -389,6 +449,30 @@ class SlotEpisodes:
                 else:
                     self._contain(slot, reply)
                     waiting[slot] = self.next_task()
+
+    def step(self, responses: Mapping[int, list[int]]) -> dict[int, float]:
+        """Send each slot its response, in threads if there are any, and advance it. An environment
+        that fails ends its episode.
+
+        Returns:
+            By slot, the reward of the turn.
+
+        Raises:
+            EnvironmentFault: too many failed in a row.
+        """
+        at = {i: (self._slots[i].task_spec, self._slots[i].turn) for i in responses}
+        calls = {i: (*at[i], partial(self.answer, i, response)) for i, response in responses.items()}
+        rewards = {}
+        for i, reply in self._call(calls).items():
+            if isinstance(reply, EnvironmentFault):
+                # The response stays in the context: the policy sampled it, whatever became of the
+                # environment.
+                reply = Reply(responses[i], stop_reason=self._contain(i, reply))
+            elif reply.stop_reason != StopReason.RUNNING:
+                self.faults.recent.clear()
+            self.advance(i, responses[i], reply)
+            rewards[i] = reply.reward
+        return rewards
 
     def _open(self, indices: Mapping[int, int]) -> dict[int, Reply | EnvironmentFault]:
         """:meth:`open` a task in each slot."""
@@ -427,20 +511,20 @@ class SlotEpisodes:
         same_call = last is not None and fault.batched_call is not None and fault.batched_call is last.batched_call
         if not same_call:
             self.new_faults = [*self.new_faults, fault]
-            self._fault_counter.record(fault)
-            self._fault_counter.warn(fault, "Its episode ends here.")
+            self.faults.record(fault)
+            self.faults.warn(fault, "Its episode ends here.")
         return fault.stop_reason
 
     def _append(self, slot: int, ids: Sequence[int]) -> None:
         length = self._slots[slot].length
-        self._prompt.numpy()[slot, length : length + len(ids)] = ids
+        self.prompt.numpy()[slot, length : length + len(ids)] = ids
         self._slots[slot].length += len(ids)
 
     def _stop_reason(self, state: Slot, step: TextStep, length: int) -> StopReason:
         # The environment's own end before our budgets: an episode that ends with its last turn was
         # not cut.
         if step.terminated:
-            if self._success.holds(state, step):
+            if self.success.holds(state, step):
                 return StopReason.WON
             # GEM's own turn limit sets both flags. The limit stands in the prompt: it is part of
             # the task.
@@ -452,3 +536,74 @@ class SlotEpisodes:
         if length + self.max_output_tokens > self.max_model_len:
             return StopReason.CONTEXT
         return StopReason.RUNNING
+
+    # ---------------------------------------- state
+
+    def set_seed(self, seed: int) -> None:
+        """Seed the tasks and sample them from the first again; running episodes continue.
+
+        With another seed than the first, ids depend on the seed too: TorchRL gives each worker of a
+        ``SerialEnv`` or ``ParallelEnv`` its own.
+        """
+        # The stage of a curriculum that is in force holds from the first task on.
+        stages = tuple(replace(stage, first_group=0) for stage in self.task_sampler.stages[-1:])
+        by_seed = seed != self._first_seed
+        self.task_sampler = replace(self.task_sampler, seed=seed, ids_by_seed=by_seed, stages=stages)
+        self.num_sampled = 0
+
+    def state_dict(self) -> OrderedDict:
+        """What :meth:`load_state_dict` needs: the counters, and each slot as its task and its
+        responses so far."""
+        slots = [
+            {"index": slot.index, "stop_reason": int(slot.stop_reason), "responses": [*map(list, slot.responses)]}
+            for slot in self
+        ]
+        counts = {"num_sampled": self.num_sampled, "faults": dict(self.faults.counts)}
+        return OrderedDict(task_sampler=asdict(self.task_sampler), slots=slots, **counts)
+
+    def load_state_dict(self, state_dict: OrderedDict) -> None:
+        """Continue where :meth:`state_dict` was taken: running episodes are replayed, finished ones
+        come back without their contexts. An empty state changes nothing and is logged.
+
+        Raises:
+            ValueError: the state is of other groups, mixture, stream, workers or number of slots.
+        """
+        if not state_dict:
+            logger.warning(
+                "GEMEnv got an empty state and continues with task %d; save env.state_dict().", self.num_sampled
+            )
+            return
+        saved, slots = type(self.task_sampler)(**state_dict["task_sampler"]), state_dict["slots"]
+        running = {
+            i: slot
+            for i, slot in enumerate(slots)
+            if slot["index"] is not None and slot["stop_reason"] == StopReason.RUNNING
+        }
+        # The seed may differ: set_seed may have been called since the environment was made, here or
+        # there.
+        same_seed = replace(saved, seed=self.task_sampler.seed, ids_by_seed=self.task_sampler.ids_by_seed)
+        if same_seed != self.task_sampler or (running and len(slots) != len(self)):
+            raise ValueError(
+                f"The state is of {saved} over {len(slots)} slots; this environment has {self.task_sampler} over "
+                f"{len(self)} slots. Make it with the same arguments (only the seed may differ)."
+            )
+        self.task_sampler, self.num_sampled = saved, state_dict["num_sampled"]
+        self._first_seed = self._first_seed if saved.ids_by_seed else saved.seed
+        # A collector that runs single slots counts faults itself.
+        self.faults.counts = Counter(state_dict.get("faults", {}))
+        self._slots = [Slot(slot.envs) for slot in self]
+        for slot, old in zip(self, slots, strict=False):
+            slot.stop_reason = StopReason(old["stop_reason"])
+        self.begin({i: old["index"] for i, old in running.items()})
+        for i, old in running.items():
+            # Replayed and not unpickled: environments need not be picklable, and task and responses
+            # determine them.
+            for response in map(list, old["responses"]):
+                self.advance(i, response, self.answer(i, response))
+
+    def close(self) -> None:
+        """End the threads; those of environments that hang are left behind."""
+        if self._pool is not None:
+            for thread in self._pool.close(_CLOSE_TIMEOUT):
+                # Otherwise every other environment of the process would wait for it.
+                revoke_global_rng(thread)

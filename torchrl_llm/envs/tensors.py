@@ -3,7 +3,6 @@ slots."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -15,8 +14,8 @@ from torchrl.data import Binary, Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from torchrl_llm import keys
-from torchrl_llm.envs.extras import BLANKS, ExtraKinds
-from torchrl_llm.envs.slots import TERMINATED, Slot
+from torchrl_llm.envs.extras import BLANKS
+from torchrl_llm.envs.slots import TERMINATED, SlotMachine
 from torchrl_llm.keys import StopReason
 
 _DTYPES: dict[type, torch.dtype] = {float: torch.float32, str: torch.int64}
@@ -59,9 +58,9 @@ def set_specs(env: EnvBase, vocab_size: int) -> None:
     env.full_done_spec = Composite(flag, shape=(n,), device=env.device)
 
 
-def observation_of(slots: Sequence[Slot], prompt: Tensor, extras: ExtraKinds, *, slides: bool) -> dict[Any, Tensor]:
-    """The observation of ``slots`` whose contexts are ``prompt`` ``[N, L]``, under the keys of the
-    turn view."""
+def observation_of(machine: SlotMachine) -> dict[Any, Tensor]:
+    """The observation of all slots, under the keys of the turn view."""
+    slots = [*machine]
     values: dict[Any, list[int]] = {
         keys.PROMPT_LENGTH: [slot.length for slot in slots],
         keys.TURN: [slot.turn for slot in slots],
@@ -71,23 +70,24 @@ def observation_of(slots: Sequence[Slot], prompt: Tensor, extras: ExtraKinds, *,
         keys.TASK_ID: [slot.task_id for slot in slots],
         keys.STOP_REASON: [slot.stop_reason for slot in slots],
     }
-    if slides:
+    if machine.overflow == "slide":
         values[keys.SEGMENT] = [slot.segment for slot in slots]
     # One array of all: a tensor of a list takes longer than the rest, and by itself each of them
     # would be one.
     table = torch.from_numpy(np.array([*values.values()], np.int64)).unsqueeze(-1)
     columns: dict[Any, Tensor] = dict(zip(values, table.unbind(), strict=True))
     columns[keys.SUCCESS] = columns[keys.STOP_REASON] == StopReason.WON
-    for name, kind in extras.items():
+    for name, kind in machine.extras.items():
         column = [slot.extras.values.get(name, BLANKS[kind]) for slot in slots]
         columns[keys.extra(name)] = torch.tensor(column, dtype=_DTYPES[kind]).unsqueeze(-1)
-    context = prompt.clone()  # slots write on in `prompt`, and a collector keeps what it was given
+    # slots write on in it, and a collector keeps what it was given
+    context = machine.prompt.clone()
     if idle := [i for i, slot in enumerate(slots) if slot.length == 0]:
         context[idle] = 0
     return columns | {keys.PROMPT: context}
 
 
-def done_of(slots: Sequence[Slot]) -> dict[Any, Tensor]:
+def done_of(slots: SlotMachine) -> dict[Any, Tensor]:
     """Whether the episodes of ``slots`` are over, and how: ``[N, 1]`` each."""
     flags = np.array([(slot.finished, slot.stop_reason in TERMINATED) for slot in slots])
     done, terminated = torch.from_numpy(flags.T.copy()).unsqueeze(-1).unbind()

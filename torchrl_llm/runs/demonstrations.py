@@ -88,7 +88,7 @@ def check_player(player: Player, config: RunConfig, env: GEMEnv) -> None:
         ConfigError: the player refuses the first prompt, or its answer is longer than
             ``max_output_tokens`` or ends before ``min_output_tokens``.
     """
-    prompt = str(env.formatter.tokenizer.decode(env.open(0, 0).ids))
+    prompt = str(env.formatter.tokenizer.decode(env.slots.open(0, 0).ids))
     try:
         answer = player(prompt, random.Random(0))
     except ValueError as error:

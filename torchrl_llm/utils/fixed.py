@@ -1,4 +1,4 @@
-"""An attribute that cannot be replaced: :class:`Fixed`."""
+"""Attributes of two objects: :class:`Fixed`, which cannot be replaced, and :class:`Delegated`."""
 
 from __future__ import annotations
 
@@ -48,3 +48,31 @@ Make the trainer with yours: Trainer(loss=...).
                 f"go on with it. Make the trainer with yours: {self.instead}."
             )
         setattr(holder, f"_{self.name}", value)
+
+
+class Delegated(Generic[T]):
+    """An attribute of a part, which the object that holds the part has too: read and set there.
+
+    Args:
+        at: where it is, such as ``"slots.names"``.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> class Room(SimpleNamespace):
+        ...     door = Delegated[str]("walls.door")
+        >>> room = Room(walls=SimpleNamespace(door="shut"))
+        >>> room.door = "open"
+        >>> room.walls.door
+        'open'
+    """
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+        self._part, _, self._name = at.rpartition(".")
+
+    def __get__(self, holder: Any, owner: type | None = None) -> T:
+        found: Any = self if holder is None else attrgetter(self.at)(holder)
+        return found
+
+    def __set__(self, holder: Any, value: T) -> None:
+        setattr(attrgetter(self._part)(holder), self._name, value)

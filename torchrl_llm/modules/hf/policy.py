@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torchrl_llm.modules.adapters import parameters_under
 from torchrl_llm.modules.checks import check_vocabulary
 from torchrl_llm.modules.engine import NamedTensors, NonFiniteLogitsError, TurnRequest, WeightSyncError, sync_step
+from torchrl_llm.modules.hf._cached_model import CheckedModel
 from torchrl_llm.modules.hf._kv_cache import Ints
-from torchrl_llm.modules.hf._self_check import CheckedModel
 from torchrl_llm.modules.lm import causal_lm, generation_end_ids, is_full_precision, vocabulary_of
 from torchrl_llm.modules.policy import Generation, TurnPolicy
 from torchrl_llm.modules.sampling import SamplingConfig, SamplingProcessor, decide_stop_ids, draw, likeliest, turn_noise
