@@ -4,7 +4,7 @@
 
 Collector and replay buffer are TorchRL's own. The environment's finished slots idle until every
 slot is done, so one batch holds exactly NUM_ENVS episodes, all sampled by the same weights. The
-parts of an update are those of LLMTrainer.
+parts of an update are the same as in LLMTrainer.
 """
 
 import argparse

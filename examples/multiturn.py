@@ -7,7 +7,7 @@ report.
     accelerate launch --config_file examples/configs/accelerate_fsdp2.yaml examples/multiturn.py \\
         --config examples/configs/tiny_ppo_llm.yaml
 
-It is ``torchrl-llm train``. ``--help`` documents every setting; ``--resume`` goes on where a run
+It is ``torchrl-llm train``. ``--help`` documents every setting; ``--resume`` continues where a run
 was stopped. The report goes to ``--output-dir``: ``report.html`` (one page with curves and
 episodes: open it in a browser), ``episodes.md``, ``result.json``, ``metrics.csv``, and checkpoints
 whose weights PEFT and transformers load.

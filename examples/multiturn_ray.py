@@ -8,7 +8,7 @@
         --ray-workers 8 --ray-worker-gpus 1 --address auto
 
 Without ``--address`` a Ray of its own starts on this machine and ends with the run;
-``--address auto`` takes the cluster that this machine is part of. All other settings are those of
+``--address auto`` takes the cluster that this machine is part of. All other settings work as in
 ``multiturn.py``. Workers read model and environment from where this process does: on a cluster,
 from a path or a hub that all machines see.
 """

@@ -6,7 +6,7 @@
     python examples/tools.py --config examples/configs/tiny_reinforce_llm.yaml \\
         --max-model-len 1024 --max-output-tokens 32 --output-dir runs/tools
 
-GEM runs the program in a process of its own, which is no sandbox: see "Tools" in the page on
+GEM runs the program in a process of its own, which is not a sandbox: see "Tools" in the page on
 environments.
 """
 

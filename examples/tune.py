@@ -5,7 +5,7 @@ each.
     python examples/tune.py --output-dir runs/tuning
     python examples/tune.py --output-dir runs/tuning --resume --trust
 
-The settings of the search are those of ``examples/configs/tuning_tiny.yaml``. ``torchrl-llm tune``
+The settings of the search are in ``examples/configs/tuning_tiny.yaml``. ``torchrl-llm tune``
 does the same, and takes each of them as a flag.
 """
 

@@ -43,13 +43,13 @@ FAULTS = {
         "tests/objectives/test_functional_credit.py",
     ),
     "a gap between turns is discounted": Fault(
-        "functional/credit.py",
+        "functional/returns.py",
         "before = (mask.cumsum(1) - mask.long()).double()",
         "before = torch.arange(mask.shape[1]).expand_as(mask).double()",
         "tests/objectives/test_functional_credit.py",
     ),
     "a turn is paid at its first token": Fault(
-        "functional/credit.py",
+        "functional/returns.py",
         'target = edge_positions(turn_ids, num_turns, "last")',
         'target = edge_positions(turn_ids, num_turns, "first")',
         "tests/objectives/test_functional_credit.py",
@@ -79,19 +79,19 @@ FAULTS = {
         "tests/objectives/test_losses.py",
     ),
     "a long step is kept": Fault(
-        "trainers/update.py",
+        "trainers/trust_region.py",
         "share = 1.0 if self._kl <= self.target else self._shorten()",
         "share = 1.0",
         "tests/trainers/test_trust_region.py",
     ),
     "a step is measured on the next minibatch alone": Fault(
-        "trainers/update.py",
+        "trainers/trust_region.py",
         "        self._kl = self.kl()\n        # Not",
         "        self._kl = kl.item() if kl is not None else 0.0\n        # Not",
         "tests/trainers/test_trust_region.py",
     ),
     "the bound is on each step and not on the update": Fault(
-        "trainers/update.py",
+        "trainers/trust_region.py",
         "        self._open += 1\n",
         "        self._open += 1\n"
         "        self._old = data.apply_in_micro_batches(self._actor, self._rows.copy(), 10**6)[keys.LOG_PROB]\n",

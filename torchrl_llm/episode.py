@@ -112,7 +112,8 @@ class Episode:
 
     @property
     def length(self) -> int:
-        """Tokens of its row: those of the segments, with one column of padding between them."""
+        """Tokens of its row: the tokens of the segments, with one column of padding between
+        them."""
         return sum(map(len, self.contexts)) + max(0, len(self.contexts) - 1)
 
     def is_stale(self, oldest: int) -> bool:

@@ -30,7 +30,7 @@ def response_end_ids(
 
     They are the tokens with which the chat template closes an assistant's message
     (:func:`answer_end`), the tokenizer's end-of-sequence id, and every end token of the model. Some
-    models name their end of text only, and never that of a turn.
+    models name their end of text only, and never the end of a turn.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -68,7 +68,7 @@ class HasStopIds(Protocol):
 
 
 def share_stop_ids(env: HasFormatter, policy: HasStopIds) -> None:
-    """Set the stop ids of an environment to those of the policy that acts in it.
+    """Set the stop ids of an environment to the ids of the policy that acts in it.
 
     Collectors, evaluations and :meth:`torchrl_llm.envs.GEMEnv.rollout` do so. It is for a loop of
     one's own, or a stock collector of TorchRL, with a policy that stops at ordinary tokens: special

@@ -9,7 +9,7 @@ from torchrl_llm.functional import kl_estimate
 from torchrl_llm.objectives import LLMReinforceLoss
 from torchrl_llm.runs import ConfigError, build_run
 from torchrl_llm.trainers import Callback
-from torchrl_llm.trainers.update import ATTEMPTS
+from torchrl_llm.trainers.trust_region import ATTEMPTS
 
 FAR = {"lr_actor": 0.03, "epochs": 3}
 """Settings whose first step moves the policy by much more than 0.01 nats a token."""

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     writes to standard output.
 
     Args:
-        argv: the arguments; None takes those of the process.
+        argv: the arguments; None takes the process's.
 
     Returns:
         The exit code: 0; 1 if it failed on the way; 2 for wrong input; 130 after Ctrl-C.

@@ -31,7 +31,7 @@ class Terminal:
         rich = import_extra("rich.console", extra="cli", what=f"torchrl-llm {command}")
         self._console: Any = rich.Console(stderr=stderr, highlight=False)
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")  # no tokenizer takes what is no text
+            sys.stdin.reconfigure(errors="replace")  # no tokenizer takes what is not text
 
     @property
     def interactive(self) -> bool:

@@ -5,9 +5,9 @@
     torchrl-llm play --as player --env game:GuessTheNumber-v0-easy
     torchrl-llm play runs/first --as environment
 
-The first episodes are those of `torchrl-llm eval` with the same seed. As the player you answer in
-the model's place. As the environment you write what follows each of the model's responses; the
-first message is the environment's. /exit, or the end of the input, ends.
+The first episodes are the same as of `torchrl-llm eval` with the same seed. As the player you
+answer in the model's place. As the environment you write what follows each of the model's
+responses; the first message is the environment's. /exit, or the end of the input, ends.
 """
 
 from __future__ import annotations

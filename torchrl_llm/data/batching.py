@@ -175,7 +175,7 @@ def with_missing(collected: TensorDictBase, wanted: Sequence[TaskSpec], any_row:
 
     Args:
         collected: ``[n]``, with the ids of their tasks.
-        wanted: ``N`` tasks, n of them those of ``collected``.
+        wanted: ``N`` tasks, n of them from ``collected``.
         any_row: ``[1]`` or more, whose keys and shapes the new rows have.
 
     Returns:

@@ -89,8 +89,8 @@ def read_transcripts(path: Path, formatter: ChatFormatter) -> list[Episode]:
         formatter: see :func:`episode_from_messages`.
 
     Raises:
-        TranscriptError: the file cannot be read, a record is no such object, or there is none; the
-            message names it.
+        TranscriptError: the file cannot be read, a record is not such an object, or there is none;
+            the message names it.
         OSError: the file cannot be opened.
     """
     episodes: list[Episode] = []

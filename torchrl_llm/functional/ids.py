@@ -80,8 +80,8 @@ def _first_of_group(group_id: Tensor) -> Tensor:
 
 
 def _begins_differently(tokens: Tensor, turn_ids: Tensor, first: Tensor) -> Tensor:
-    """Whether a row's first context differs from that of the ``first`` row of its group,
-    ``[B]``."""
+    """Whether a row's first context differs from the first context of the ``first`` row of its
+    group, ``[B]``."""
     columns = torch.arange(turn_ids.shape[1], device=turn_ids.device)
     begin = torch.where(turn_ids == 0, columns, turn_ids.shape[1]).amin(1)
     responded = begin < turn_ids.shape[1]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm.functional._common import check_shapes, joint_labels, label_totals, masked
-from torchrl_llm.functional.statistics import Partial, check_groups
+from torchrl_llm.functional.groups import Partial, check_groups
 from torchrl_llm.functional.trees import mean_of_others
 from torchrl_llm.functional.turns import edge_positions, turn_lengths
 from torchrl_llm.utils.options import check_value
@@ -102,7 +102,7 @@ def _number_texts(tokens: Tensor, begin: Tensor, size: Tensor) -> Tensor:
     number, found, width = torch.zeros_like(begin), 0, 1
     row = torch.arange(len(tokens), device=tokens.device).view(-1, 1).expand_as(begin)
     longest = int(size.max())
-    # Equal texts are equally long. So they are compared among those of about their length: one
+    # Equal texts are equally long. So they are compared among texts of about their length: one
     # prompt is as long as many answers.
     while longest:
         chosen = (size <= width) & (size > width // 2)

@@ -210,7 +210,7 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> 
     arguments estimates something else.
 
     As a term of a loss they differ: the gradient of k1 is zero in expectation, k2 has the gradient
-    of the reverse KL ``KL(policy || reference)``, k3 that of the forward KL
+    of the reverse KL ``KL(policy || reference)``, k3 the gradient of the forward KL
     ``KL(reference || policy)``.
 
     Args:

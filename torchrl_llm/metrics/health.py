@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from statistics import fmean
 
 WINDOW = 5
-"""Iterations that the mean of the success rate is over: that of one batch of a hundred episodes
+"""Iterations that the mean of the success rate is over: the rate of one batch of a hundred episodes
 moves by 0.1 by chance."""
 FALL = 0.15
 """Loss of success below the best such mean: healthy runs on GuessTheNumber lost 0.11 at most,
@@ -121,8 +121,8 @@ class HealthRules:
                 "are multiplied, and with top_p, top_k or min_p each is the share of the probability that was sampled from: set "
                 'sampler_level="token", wider sampler_bounds or sampler_correction="truncate", or sample without truncation.',
             )
-        # Advantages of 0 alone are no fault: with a teacher they are meant, and where all episodes
-        # are won.
+        # Advantages of 0 alone are not a fault: with a teacher they are meant, and where all
+        # episodes are won.
         if self._without_credit >= WINDOW and not any(self._wins):
             yield (
                 "no credit",

@@ -26,7 +26,7 @@ class PairedComparison:
         gained: episodes that were not won before and are won after.
         lost: episodes that were won before and are not won after.
         p_value: :func:`mcnemar_p_value` of ``gained`` and ``lost``.
-        left_out: episodes that began otherwise in the two evaluations, and are no pairs.
+        left_out: episodes that began otherwise in the two evaluations, and are not pairs.
 
     Examples:
         >>> print(PairedComparison(episodes=256, gained=98, lost=12, p_value=mcnemar_p_value(98, 12)))

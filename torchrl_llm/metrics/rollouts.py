@@ -231,7 +231,7 @@ def success_interval(won: Tensor, task: Tensor) -> tuple[float, float]:
     """95 % interval of a success rate whose episodes share tasks: Wilson's, for the effective
     number of episodes.
 
-    Episodes of one task are no independent samples of tasks. With the variance of the rate,
+    Episodes of one task are not independent samples of tasks. With the variance of the rate,
     clustered by task, ``V = sum_g (sum_{i in g} (won_i - rate))**2 / n**2`` (Miller, *Adding Error
     Bars to Evals*, 2024, arXiv:2411.00640), they are worth ``rate (1 - rate) / V`` independent
     ones, at most ``n``; where all were won, or none, one a task. With a single task the interval
@@ -278,8 +278,8 @@ def checked_metrics(metrics: Mapping[str, Any], *, source: str = "evaluator") ->
     take them.
 
     Raises:
-        ValueError: a name is that of a metric of training.
-        TypeError: a value is no number.
+        ValueError: a name belongs to a metric of training.
+        TypeError: a value is not a number.
     """
     taken = sorted(name for name in metrics if named(name) and not name.startswith("evaluation"))
     if taken:
@@ -297,7 +297,7 @@ def rollout_metrics(rows: TensorDictBase, env_names: Sequence[str] = ()) -> dict
     """Statistics of episodes: return, success, turns, lengths, from rows ``[B]``.
 
     Args:
-        rows: one episode each. Those of trees count by their ``"row_weight"``: more of them are of
+        rows: one episode each. Rows of trees count by their ``"row_weight"``: more of them are of
             episodes that lasted to the branch than the policy would play.
         env_names: of the environments of a mixture, such as ``GEMEnv.names``. If there are several,
             :data:`PER_ENVIRONMENT` is also reported as ``rollout/<metric>/<name>`` for each that

@@ -45,7 +45,7 @@ def load_base(
 ) -> Any:
     """A causal language model without dropout, in evaluation mode, from a path or as given.
 
-    The arguments are those of :func:`torchrl_llm.modules.load_actor_critic`.
+    The arguments are the same as of :func:`torchrl_llm.modules.load_actor_critic`.
     """
     precision = _dtype(dtype)
     if master_weights and precision is not None and _is_narrow(precision):

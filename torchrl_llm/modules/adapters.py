@@ -217,7 +217,8 @@ def trainable_parameters(model: nn.Module, adapter: str | None) -> list[nn.Param
 
 
 def parameters_under(model: nn.Module, adapter: str | None) -> list[nn.Parameter]:
-    """The parameters that a forward under an adapter uses: all but those of other adapters."""
+    """The parameters that a forward under an adapter uses: all but the parameters of other
+    adapters."""
     containers = [weights for layer in adapter_layers(model) for weights in _weights_by_adapter(layer)]
     others = [part for weights in containers for name, part in weights.items() if name != adapter]
     unused = {id(p) for part in others for p in (part.parameters() if isinstance(part, nn.Module) else [part])}

@@ -94,7 +94,7 @@ def narrow_base_products(model: nn.Module) -> None:
         weight = layer.base_layer.weight
         layer.register_buffer(_COPY, weight.detach().to(torch.bfloat16), persistent=False)
         setattr(layer, _COPIED, _identity(weight))
-        # Copies, those of pickle too, bind it to the copy; of a method, pickle knows only a name
+        # Copies, also by pickle, bind it to the copy; of a method, pickle knows only a name
         # that its class does not have.
         layer.forward = partial(_forward, layer)
 

@@ -28,7 +28,7 @@ class TurnCritic(RowModule):
     ``turn_ids < 0``; and ``"bootstrap_value"`` ``[B]``, the value of the whole row. Neither looks
     at the action it is the baseline of. A gap in ``attention_mask`` starts a segment, which is
     computed as a row of its own (:mod:`torchrl_llm.modules.segments`); ``"bootstrap_value"`` is
-    then that of the last segment.
+    then of the last segment.
 
     Args:
         model: a model of transformers, with or without its LM head, or a ``PeftModel`` around one.

@@ -110,7 +110,7 @@ class InferenceEngine(Protocol):
     One weight sync is :func:`torchrl_llm.weight_update.update_engine`: inside :meth:`exclusive`,
     first :meth:`load` inside :meth:`updating`, then :meth:`log_probs` for the parity check.
 
-    The defaults are those of an engine without weights of its own. A class that derives from it
+    The defaults describe an engine without weights of its own. A class that derives from it
     implements :meth:`submit`, :meth:`poll`, :meth:`cancel` and :attr:`pending`.
 
     Attributes:

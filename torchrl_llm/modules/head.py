@@ -113,7 +113,7 @@ class _HeadScores(torch.autograd.Function):
         for start in range(0, len(hidden), chunk_size):
             part = slice(start, start + chunk_size)
             logits = head.logits(hidden[part])
-            # not that of the inputs under autocast, which backward runs without
+            # not the dtype of the inputs under autocast, which backward runs without
             ctx.dtype = logits.dtype
             logits, target = _sampled_from(logits, temperature, places, ids, part), targets[part].unsqueeze(-1)
             # The difference of logits and log-probs, at the target, unless that may be held back,
@@ -171,8 +171,8 @@ class _HeadScores(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ head.weight
             if grad_weight is not None:
-                # The product in the dtype of the forward, the sum in that of the weights: [V, H],
-                # so in place where they are one.
+                # The product in the dtype of the forward, the sum in the dtype of the weights: [V,
+                # H], so in place where they are one.
                 if grad_weight.dtype == grad.dtype:
                     grad_weight.addmm_(grad.T, inputs)
                 else:

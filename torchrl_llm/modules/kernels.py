@@ -56,7 +56,7 @@ def attention_kernels() -> Iterator[None]:
 
 @contextmanager
 def float32_products(precision: str) -> Iterator[None]:
-    """Inside, float32 products of the whole process have a precision; afterwards that of before.
+    """Inside, float32 products of the whole process have a precision; afterwards the one of before.
 
     Two computations that must agree to float32's rounding are compared under "highest": with TF32
     they differ a thousand times more, since it rounds factors that differ in their last bit to
@@ -77,8 +77,8 @@ def float32_products(precision: str) -> Iterator[None]:
     try:
         of_all = torch.get_float32_matmul_precision()
     except RuntimeError:
-        # They were set apart, as `torch.backends.cuda.matmul.fp32_precision`: that of all cannot be
-        # read then.
+        # They were set apart, as `torch.backends.cuda.matmul.fp32_precision`: the common one cannot
+        # be read then.
         of_all = "highest"
     try:
         torch.set_float32_matmul_precision(precision)

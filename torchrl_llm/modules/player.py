@@ -73,7 +73,7 @@ class PlayerPolicy(TurnPolicy):
         sampling = SamplingConfig(max_output_tokens=max_output_tokens, min_output_tokens=min_output_tokens)
         super().__init__(sampling, seed=seed)
         self.player, self.tokenizer, self.encode = player, tokenizer, encode
-        # Not as a submodule: its weights are no part of this policy.
+        # Not as a submodule: its weights are not part of this policy.
         self.__dict__["trained"] = trained
 
     def fingerprint(self) -> str:

@@ -147,7 +147,7 @@ class RowModule(TensorDictModuleBase):
         segments = Segments.find(attention_mask)
         if segments is None:
             return self._compute_rows(tokens, attention_mask, turn_ids)
-        # Padding of a segment is no action: -1, where 0 would be a turn.
+        # Padding of a segment is not an action: -1, where 0 would be a turn.
         split = segments.split(tokens), segments.split(attention_mask), segments.split(turn_ids, fill=-1)
         results = self._compute_rows(*split)
         return tuple(segments.join(x) if x.ndim == 2 else x[segments.last()] for x in results)

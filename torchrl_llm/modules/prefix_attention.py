@@ -54,8 +54,8 @@ _STAGE_FLOPS = {"cpu": 1e7, "cuda": 3e10}
 """Floating-point operations that a device does in the time that the calls of one stage take in one
 layer.
 
-Measured on CPUs. That of "cuda" is a guess, for an H100: nothing was measured on a GPU. It decides
-how much rows have to share for a stage of their own, and changes results by rounding only.
+Measured on CPUs. The number for "cuda" is a guess, for an H100: nothing was measured on a GPU. It
+decides how much rows have to share for a stage of their own, and changes results by rounding only.
 """
 
 _OTHER_ATTENTION = ("position_bias", "softcap", "s_aux", "indices", "cache")
@@ -197,7 +197,7 @@ class PrefixTree:
 
 
 class RowStates(NamedTuple):
-    """The hidden states of rows ``[B, L]``, those of shared tokens once.
+    """The hidden states of rows ``[B, L]``, computed once for shared tokens.
 
     Attributes:
         states: ``[N, H]``.

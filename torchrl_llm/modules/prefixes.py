@@ -81,7 +81,7 @@ def common_prefix(a: Ints, b: Ints, limit: Ints) -> Ints:
 
 
 class SortedRows(NamedTuple):
-    """Rows in lexicographic order, in which those of a common prefix are neighbors.
+    """Rows in lexicographic order, in which rows of a common prefix are neighbors.
 
     Attributes:
         order: ``[B]`` the row at each place.
@@ -100,7 +100,7 @@ class SortedRows(NamedTuple):
         """Sort ``tokens`` ``[B, L]``, of which the first ``ends`` ``[B]`` count."""
         columns = np.arange(tokens.shape[1])
         padded = np.where(columns < ends[:, None], tokens, -1)
-        # Big-endian bytes are compared in memory's order, which is then that of the ids. A row
+        # Big-endian bytes are compared in memory's order, which is then the order of the ids. A row
         # comes before its extensions.
         text = np.add(padded, 1, out=np.empty(padded.shape, ">u4"), casting="unsafe")
         order = np.argsort(text.view(f"V{4 * tokens.shape[1]}").ravel(), kind="stable")

@@ -1,7 +1,7 @@
 """How responses are sampled: :class:`SamplingConfig`, and from logits to tokens.
 
 Pure functions and one small callable, without a model: logit processing, keyed noise, sampling by
-the inverse cumulative distribution. The processors are those of transformers, the same that
+the inverse cumulative distribution. The processors come from transformers, the same that
 ``generate`` uses. The engines sample token by token.
 """
 
@@ -44,7 +44,7 @@ class SamplingConfig(Checked):
     ``generation_config``.
 
     The processors are applied in this order: ``min_output_tokens``, ``repetition_penalty``,
-    ``temperature``, ``top_k``, ``top_p``, ``min_p``; the log-prob recorded is that of the
+    ``temperature``, ``top_k``, ``top_p``, ``min_p``; the log-prob recorded belongs to the
     distribution which is left after all of them.
 
     Examples:

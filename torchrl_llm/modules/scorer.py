@@ -54,7 +54,7 @@ class TokenScorer(RowModule):
     and, if asked, ``"entropy"`` likewise, the entropy in nats of the distribution that token_i was
     sampled from.
 
-    Scores are those of the distribution which ``sampling`` describes: its temperature, and its stop
+    Scores belong to the distribution which ``sampling`` describes: its temperature, and its stop
     ids excluded from the first ``min_output_tokens`` tokens of a turn. By default truncation
     (top-k, top-p, min-p) is left out: once the weights change, a sampled token may fall outside the
     new support, where its log-prob is minus infinity. Where the policy truncates, ``old_log_prob``

@@ -31,10 +31,11 @@ class StageMask(NamedTuple):
     """The additive mask of a stage, the same for all its prefixes and all layers.
 
     A token sees its own column and those before, as far as a window reaches. All blocks of queries
-    have the same mask but for the columns before it, so that of each is a part of the last one's.
+    have the same mask but for the columns before it, so the mask of each is a part of the last
+    one's.
 
     Attributes:
-        values: ``[block * groups, columns]``, those of the last block of queries.
+        values: ``[block * groups, columns]``, the values of the last block of queries.
         start: the first column of the stage.
         width: its columns.
         block: queries, without their heads, in a call.
@@ -108,9 +109,9 @@ def masked_attention(
 ) -> Tensor:
     """Attention of the queries ``[nodes, width, heads, groups, D]`` of a stage's prefixes.
 
-    Keys and values of each prefix are copied from those of all tokens, some prefixes at a time. For
-    a backward they are not kept but copied again: only one layer's are in memory then, and what a
-    forward takes follows from its distinct tokens.
+    Keys and values of each prefix are copied from the keys and values of all tokens, some prefixes
+    at a time. For a backward they are not kept but copied again: only one layer's are in memory
+    then, and what a forward takes follows from its distinct tokens.
 
     Args:
         query: in the dtype to compute in.

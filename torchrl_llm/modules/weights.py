@@ -138,7 +138,7 @@ def read_model(path: Path, model: Any) -> dict[str, Tensor]:
     """The weights in the folder ``path`` under the names of ``model``, a transformers model.
 
     Raises:
-        WeightsError: they are missing, damaged, those of a LoRA adapter, or of another model.
+        WeightsError: they are missing, damaged, of a LoRA adapter, or of another model.
     """
     if holds_adapter(path):
         raise WeightsError(
@@ -165,7 +165,7 @@ def read_model(path: Path, model: Any) -> dict[str, Tensor]:
 
 
 def _check_index(index: Path) -> None:
-    """Refuse shards that are no safetensors files: transformers would read them as pickles."""
+    """Refuse shards that are not safetensors files: transformers would read them as pickles."""
     if not index.is_file():
         return
     try:
@@ -216,7 +216,7 @@ def load_adapters(model: PeftModel, sources: Mapping[str, Path], *, merge: bool 
         sources: adapter name -> folder to read.
         merge: reconcile other settings: every adapter of ``model``, read or not, gets the largest
             rank and the union of the target modules, and still computes what it did. Where the
-            model's own settings cover those of the files, they stay as they are.
+            model's own settings cover the ones in the files, they stay as they are.
 
     Raises:
         WeightsError: a folder does not hold a LoRA adapter.

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_llm.objectives.estimators.base import TurnEstimator
-from torchrl_llm.objectives.estimators.imitation import ImitationWeights
+from torchrl_llm.objectives.estimators import ImitationWeights, TurnEstimator
 
 
 def check_objective(name: str, objective: Any, log_ratio: Tensor) -> Tensor:
@@ -21,7 +20,7 @@ def check_objective(name: str, objective: Any, log_ratio: Tensor) -> Tensor:
         log_ratio: ``[B, L]``, what the method was given.
 
     Raises:
-        TypeError: it is no tensor.
+        TypeError: it is not a tensor.
         ValueError: it has another shape or device than ``log_ratio``, or no gradient where that has
             one.
     """

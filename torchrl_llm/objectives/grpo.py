@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrl_llm import functional as F
-from torchrl_llm.objectives.estimators.returns import POTENTIAL_IDLE, STATE_IDLE, Credit, GroupRelative
+from torchrl_llm.objectives.estimators.group_relative import POTENTIAL_IDLE, STATE_IDLE, Credit, GroupRelative
 from torchrl_llm.objectives.loss import TurnPolicyLoss
 from torchrl_llm.utils.options import Count, NonNegative, Share
 
@@ -55,7 +55,8 @@ class LLMGRPOLoss(TurnPolicyLoss):
     baseline: F.Baseline = "mean"
     """The group's "mean", or "leave_one_out" (with scale="none")."""
     scale: F.Scale = "std"
-    """Divide by the group's "std", that of the "batch", the group's "mean" (MaxRL), or "none"."""
+    """Divide by the group's "std", the one of the "batch", the group's "mean" (MaxRL), or
+    "none"."""
     components: dict[str, float] | None = None
     """Further rewards, extras with their weights, each compared by itself and added: {format:
     0.5}."""

@@ -23,10 +23,8 @@ from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives.checks import check_objective
-from torchrl_llm.objectives.estimators.base import RowReader, TurnEstimator
-from torchrl_llm.objectives.estimators.critic import TurnGAE
-from torchrl_llm.objectives.estimators.imitation import NoCredit
-from torchrl_llm.objectives.estimators.returns import ReBN
+from torchrl_llm.objectives.estimators import NoCredit, ReBN, TurnEstimator, TurnGAE
+from torchrl_llm.objectives.estimators.base import RowReader
 from torchrl_llm.objectives.sampler import SamplerRule
 from torchrl_llm.utils.options import Bound, Checked, Idle, NonNegative, Positive, Ratio, options_of
 
@@ -192,7 +190,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
     sampler_level: F.RatioLevel = "token"
     """What has one such weight: "token", "turn" or "sequence"."""
     sampler_reduction: F.RatioReduction = "sum"
-    """A unit's weight is that of the "sum" or of the "mean" of its tokens' log-ratios."""
+    """A unit's weight is computed from the "sum" or of the "mean" of its tokens' log-ratios."""
     discounted_objective: bool = False
     """Weigh turn k by gamma^k, as the gradient of the discounted return does."""
     clip_advantage: Positive | None = None

@@ -22,7 +22,7 @@ class SamplerRule:
         level, reduction: what has one weight, and how its log-ratios are pooled.
 
     Raises:
-        ValueError: bounds are missing, or are not those of the kind.
+        ValueError: bounds are missing, or do not fit the kind.
 
     Examples:
         >>> rule = SamplerRule(kind="mask", bounds=(0.5, 2.0), level="token", reduction="sum")
@@ -57,8 +57,8 @@ class SamplerRule:
     @staticmethod
     @torch.no_grad()
     def metrics(correction: Tensor, weight: Tensor) -> dict[str, Tensor]:
-        """The share of tokens that the correction leaves out, and its mean; by ``weight``, that of
-        the loss."""
+        """The share of tokens that the correction leaves out, and its mean; by ``weight``, the mean
+        of the loss."""
         # 0 in rows that only keep ranks in step
         whole = weight.sum().clamp_min(torch.finfo(weight.dtype).tiny)
         rejected = (weight * (correction == 0)).sum() / whole

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_llm import functional as F
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives.estimators.critic import CriticEstimator
+from torchrl_llm.objectives.estimators import CriticEstimator
 from torchrl_llm.objectives.estimators.imitation import Imitated, ImitationWeights, NoCredit
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator
 from torchrl_llm.objectives.loss import Clipping, KLPlace, TurnPolicyLoss, UnitWeight
@@ -26,7 +26,7 @@ class LLMSFTLoss(TurnPolicyLoss):
     ``loss_objective = -sum(loss_weight * advantage * log_prob)`` over the action tokens
     (``turn_ids >= 0``), where the advantage is the weight of
     :class:`~torchrl_llm.objectives.ImitationWeights`: all turns of demonstrations (warm start),
-    those of episodes that were won (rejection sampling, expert iteration), or weighted by return.
+    turns of episodes that were won (rejection sampling, expert iteration), or weighted by return.
     The episodes may be anybody's: no ratio is taken and ``"sample_log_prob"`` is not read.
 
     Reads rows ``[B]``: what the actor reads, ``"turn_ids"``, ``"advantage"`` and, optionally,
@@ -66,7 +66,7 @@ class LLMSFTLoss(TurnPolicyLoss):
         ),
     )
     imitate: Imitated = "all"
-    """Imitate "all" turns, those of episodes that ended in "success", or each with the weight of
+    """Imitate "all" turns, turns of episodes that ended in "success", or each with the weight of
     its "return"."""
     min_return: Finite | None = None
     """Do not imitate turns whose return from there on is less; None sets no bound."""

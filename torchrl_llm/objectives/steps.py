@@ -64,7 +64,7 @@ def clipped_step(optimizer: torch.optim.Optimizer, max_norm: float) -> bool:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, loss: TurnPolicyLoss) -> None:
-    """Refuse an optimizer whose parameters or groups are not those of the loss, which would run
+    """Refuse an optimizer whose parameters or groups do not belong to the loss, which would run
     without an error.
 
     Weights in half precision that it steps without a float32 copy are warned of.

@@ -46,18 +46,18 @@ def compare_runs(folders: Sequence[Path]) -> str:
     settings in which they differ.
 
     "training" is the win rate of the training batches, mean of the last tenth of the iterations;
-    "before" and "after" are those of the evaluations, the latter with its interval, the share of
-    its episodes whose task was trained on ("-" where that is unknown) and that of penalized turns;
-    "seconds" is the wall clock of the iterations, and "turns" what was collected, those of trees
+    "before" and "after" come from the evaluations, the latter with its interval, the share of its
+    episodes whose task was trained on ("-" where that is unknown) and the share of penalized turns;
+    "seconds" is the wall clock of the iterations, and "turns" what was collected, turns of trees
     that were played again included; "gained, lost" compares the latter, episode by episode, with
-    that of the first run above that was evaluated in the same games
+    the evaluation of the first run above that was evaluated in the same games
     (:func:`~torchrl_llm.metrics.paired_comparison`, with McNemar's p).
 
     Args:
         folders: of the runs, at least one.
 
     Raises:
-        FileNotFoundError: one of them is no folder, or holds nothing of a run.
+        FileNotFoundError: one of them is not a folder, or holds nothing of a run.
         ValueError: there is none.
 
     Examples:
@@ -239,7 +239,7 @@ def plot_runs(folders: Sequence[Path], path: Path) -> None:
         path: the file; its ending is the format, such as ``.png``, ``.svg`` or ``.pdf``.
 
     Raises:
-        FileNotFoundError: one of the folders holds nothing of a run, or that of the plot is
+        FileNotFoundError: one of the folders holds nothing of a run, or the folder of the plot is
             missing.
         ImportError: matplotlib is missing.
         ValueError: no run has anything to draw, or the format is not known.
@@ -270,10 +270,11 @@ def plot_runs(folders: Sequence[Path], path: Path) -> None:
     axes.set_title("training batches (lines) and evaluations (points)", fontsize="medium")
     axes.grid(alpha=0.3)
     handles = [axes.plot([], [], "o-", color=color, ms=4)[0] for color in colors.values()]
-    # Labels of their own: matplotlib hides those of lines that begin with "_", as a folder may.
+    # Labels of their own: matplotlib hides the labels of lines that begin with "_", as a folder
+    # may.
     legend = figure.legend(handles, [*colors], loc="outside lower center", ncols=2, frameon=False)
     for text in legend.get_texts():
-        text.set_parse_math(False)  # a name with dollar signs is no formula
+        text.set_parse_math(False)  # a name with dollar signs is not a formula
     drawn = BytesIO()
     figure.savefig(drawn, format=kind, dpi=130)
     write_bytes(path, drawn.getvalue())

@@ -98,7 +98,7 @@ def draw_curves(history: Sequence[Mapping[str, float]], before: Mapping[str, flo
 
     Args:
         history: the metrics of each iteration.
-        before: those of the evaluation before training, as ``evaluation/...``; empty without one.
+        before: metrics of the evaluation before training, as ``evaluation/...``; empty without one.
 
     Returns:
         The plots; none without matplotlib, or without an iteration.
@@ -138,7 +138,7 @@ def _lines(axes: Axes, panel: Panel, history: Sequence[Mapping[str, float]]) -> 
     for (name, label), color in zip(panel.metrics.items(), _CYCLE, strict=False):
         points = [(metrics["rollout/steps"], metrics[name]) for metrics in history if name in metrics]
         if points:
-            # A single point is no line.
+            # A single point is not a line.
             marker = "o" if len(points) == 1 else None
             steps, values = zip(*points, strict=True)
             axes.plot(steps, values, color=_MUTED if evaluated else color, lw=1.1, marker=marker, ms=3, label=label)

@@ -102,8 +102,8 @@ def _discounted(reward: Floats, gamma: float) -> Floats:
 
 
 def _short(value: float) -> float | None:
-    """Four digits: the lanes are read, not computed with. ``None`` for what is no number: JSON has
-    none for it."""
+    """Four digits: the lanes are read, not computed with. ``None`` for what is not a number: JSON
+    has none for it."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
@@ -203,7 +203,8 @@ def _with_values(lanes: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def quantized(values: Floats, *, signed: bool) -> tuple[npt.NDArray[np.uint8], list[float | None]]:
-    """Numbers as bytes 1 to 255, evenly from the smallest to the largest; 0 for what is no number.
+    """Numbers as bytes 1 to 255, evenly from the smallest to the largest; 0 for what is not a
+    number.
 
     Args:
         values: ``[n]``.

@@ -25,7 +25,7 @@ from torchrl_llm.runs.run_files import RunFiles
 from torchrl_llm.utils.files import write_text
 
 NAME, EPISODES = "report.html", "episodes.md"
-"""The page's file, and that of its episodes as text."""
+"""The page's file, and the file of its episodes as text."""
 
 _OF_A_RECORDING = 4
 """Episodes of each recording in :data:`EPISODES`."""
@@ -103,7 +103,7 @@ class _Page:
         for position, group in enumerate(ordered):
             known = len(self.encoder.pieces)
             about, block = self.encoder.encode(group)
-            # What it adds to the index is compressed with that of the others, to a third or less.
+            # What it adds to the index is compressed with what the others add, to a third or less.
             added = len(json.dumps([about, self.encoder.pieces[known:]]))
             size += len(block) + 80 + added // 2
             if limit is not None and size > limit and position:

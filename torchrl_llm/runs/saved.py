@@ -332,8 +332,11 @@ def _load(saved: SavedModel, config: RunConfig) -> LoadedModel:
         tokenizer=tokenizer,
         lora=weights.read_adapter(saved.weights).config if saved.is_adapter else None,
         sampling=sampling,
+        dtype=config.dtype,
         device=choose_device(config),
-        **build.given_options(config, *build.MODEL),
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=config.trust_remote_code,
+        quantization=config.quantization,
         master_weights=False,
         share_prefixes=False,
     )

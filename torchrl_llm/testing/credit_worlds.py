@@ -6,7 +6,7 @@
   no noise to trade for.
 - :class:`DistractingRewards`: luck on every turn, whatever is answered. It separates credit per
   turn, which leaves out the luck of earlier turns, from credit per episode, and a critic with small
-  lambda, which leaves out that of later turns, from both.
+  lambda, which leaves out the noise of later turns, from both.
 - :class:`Stairs`: states that are revisited, at different turns. It separates comparison within a
   state from comparison within a turn, where answers to different questions are compared.
 - :class:`TruncationTrap`: episodes that are cut off before the reward. It separates estimators that
@@ -119,9 +119,9 @@ class DistractingRewards(TabularWorld):
     answered. An episode is a success if all answers were right.
 
     It separates credit per turn from credit per episode. The return of the episode holds the luck
-    of all turns, the return from a turn on that of the later ones, and a temporal difference with
-    the exact values that of the turn alone: the variance of an advantage is ``turns * noise**2``,
-    half of that on average, or ``noise**2``.
+    of all turns, the return from a turn on the noise of the later ones, and a temporal difference
+    with the exact values the noise of the turn alone: the variance of an advantage is
+    ``turns * noise**2``, half of that on average, or ``noise**2``.
 
     Args:
         turns: of an episode. Default 5.
@@ -177,7 +177,7 @@ class Landing(NamedTuple):
     """A state of :class:`Stairs`.
 
     Attributes:
-        floor: counted from 0; the top is no state, for the episode ends there.
+        floor: counted from 0; the top is not a state, for the episode ends there.
         turns: that are left.
     """
 
@@ -272,7 +272,7 @@ class TruncationTrap(TabularWorld):
     Going on is always best: it returns 1. Who counts 0 for what was cut off learns to stop wherever
     the goal is farther than the limit; a critic knows from the nearer starts what the place is
     worth where the episode was cut off. What is computed exactly
-    (:func:`~torchrl_llm.testing.tabular.policy_values`, the regret) is the episode that goes on.
+    (:func:`~torchrl_llm.testing.tabular.policy_values`, the regret) is the episode that continues.
 
     Args:
         farthest: distance of the farthest start, at most 9. Default 6.

@@ -296,7 +296,7 @@ class EnumerableMDP:
     def state_values(self, actor: TensorDictModuleBase, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
         """The exact values, by summing over all continuations: what a perfect critic writes.
 
-        The game goes on after the cut: values include the rewards of :attr:`uncut` there.
+        The game continues after the cut: values include the rewards of :attr:`uncut` there.
 
         Args:
             actor: the policy.
@@ -310,9 +310,9 @@ class EnumerableMDP:
         whole, rows = self.uncut._rows, self._rows
         probability = self.uncut.log_probability(actor).exp()
         width = rows[keys.TOKENS].shape[1]
-        # continues[i, j, t]: the first t tokens of row i are those of the whole episode j, for t =
-        # 0 ... L. The padding of j is never mistaken for tokens of i: a finished episode is not a
-        # prefix of a longer one.
+        # continues[i, j, t]: the first t tokens of row i equal those of the whole episode j, for
+        # t = 0 ... L. The padding of j is never mistaken for tokens of i: a finished episode is not
+        # a prefix of a longer one.
         equal = (rows[keys.TOKENS].unsqueeze(1) == whole[keys.TOKENS][:, :width]).long().cumprod(-1)
         continues = torch.cat([torch.ones_like(equal[..., :1]), equal], -1).to(probability.dtype)
         to_go = _to_go(whole[keys.TURN_REWARD], gamma)

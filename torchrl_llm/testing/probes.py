@@ -155,7 +155,7 @@ class KnownValue(Probe):
 
 
 class TimeLimit(Probe):
-    """Every turn pays 1. One game goes on for ever and is cut off after two turns, the other is
+    """Every turn pays 1. One game lasts for ever and is cut off after two turns, the other is
     over by then.
 
     The first is worth ``1 / (1 - gamma)`` at any time, and not the sum of what was paid before the
@@ -275,7 +275,7 @@ def episodes(probe: type[Probe]) -> TensorDictBase:
     """Every episode of ``probe``: ``[tasks * V ** turns]`` rows, for ``V`` tokens of the
     vocabulary.
 
-    ``"env_id"`` is the task. The tasks are deterministic, so an episode's probability is that of
+    ``"env_id"`` is the task. The tasks are deterministic, so an episode's probability is the one of
     its answers.
 
     Examples:

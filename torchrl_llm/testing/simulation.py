@@ -90,8 +90,8 @@ def uniform_lengths(turns: tuple[int, int], tokens: tuple[int, int]) -> Lengths:
 
 @dataclass
 class _Running:
-    """An episode in a slot: tokens left of its response, those of later ones, and when it asks for
-    the next."""
+    """An episode in a slot: tokens left of its response, the tokens of later ones, and when it asks
+    for the next."""
 
     serial: int
     episode: Episode

@@ -174,7 +174,7 @@ def policy_values(
 ) -> dict[Any, float]:
     """The value of every state that a policy can reach, exactly.
 
-    Episodes are not cut off: where the environment truncates, the value is that of the episode that
+    Episodes are not cut off: where the environment truncates, the value belongs to the episode that
     would go on.
 
     Args:

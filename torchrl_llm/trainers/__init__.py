@@ -12,7 +12,8 @@ from torchrl_llm.trainers.credit import Credit
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import evaluate
 from torchrl_llm.trainers.trainer import LLMTrainer
-from torchrl_llm.trainers.update import MAX_SKIPPED_STEPS, NonFiniteGradientError, TrustRegion, Update
+from torchrl_llm.trainers.trust_region import TrustRegion
+from torchrl_llm.trainers.update import MAX_SKIPPED_STEPS, NonFiniteGradientError, Update
 
 __all__ = [
     "MAX_SKIPPED_STEPS",

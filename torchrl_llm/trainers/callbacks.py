@@ -54,9 +54,9 @@ class Callback:
         """Before each update, with the rows ``[B]`` that it learns from, scored and credited.
 
         What is added to ``metrics``, numbers under names of their own, is logged with the
-        iteration. Of several processes each has its own rows, and those of the first are logged.
-        One that has none gets copies of others without a turn (``("turn", "mask")`` is False),
-        which count nowhere.
+        iteration. Of several processes each has its own rows, and the metrics of the first are
+        logged. One that has none gets copies of others without a turn (``("turn", "mask")`` is
+        False), which count nowhere.
         """
 
     def on_minibatch(self, trainer: Any, rows: TensorDictBase, metrics: dict[str, Tensor]) -> None:
@@ -174,7 +174,7 @@ class HealthWatch(Callback):
 
     def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
         problems = self._rules.problems(metrics)
-        if trainer.iteration == 1:  # later it is no use to start again
+        if trainer.iteration == 1:  # later it does not help to start again
             wrong = endless_warm_up(trainer.config, trainer.steps)
             problems += [wrong] if wrong else []
         for problem in problems:

@@ -34,7 +34,7 @@ class Credit:
         config: ``old_log_probs``, ``max_tokens``, ``overlong_penalty`` and ``overlong_buffer`` are
             read. Default: ``TrainerConfig()``.
         distributed: the training processes. Default: accelerate's, whose device the weights must be
-            on (:class:`~torchrl_llm.trainers.Update` moves those of the loss there). With FSDP2 it
+            on (:class:`~torchrl_llm.trainers.Update` moves the loss's weights there). With FSDP2 it
             must be the one that ``Update`` was made with, which sharded the weights.
         max_output_tokens: tokens of the longest response; only ``overlong_penalty`` needs it.
         logprobs_match_trainer: says whether the policy recorded the log-probs that the loss would
@@ -155,10 +155,10 @@ class Credit:
         data.apply_in_micro_batches(network, batch, self.config.micro_batch_tokens, prefix_cost(network))
 
     def _lacks_log_probs(self, batch: TensorDictBase) -> bool:
-        """Whether ratios are taken and rows have no log-probs to take them against: those of other
-        collectors may not.
+        """Whether ratios are taken and rows have no log-probs to take them against: rows of other
+        collectors may have none.
 
-        Those of conversations that nobody sampled are NaN; they are deleted then.
+        Log-probs of conversations that nobody sampled are NaN; they are deleted then.
         """
         loss, needs = self.loss, None
         name = loss.tensor_keys.sample_log_prob

@@ -88,7 +88,7 @@ class Distributed:
 
     @property
     def autocasts(self) -> bool:
-        """Whether forwards compute in another precision than that of the weights (mixed
+        """Whether forwards compute in another precision than the weights have (mixed
         precision), and so than a policy that samples with them."""
         return self.accelerator.mixed_precision != "no"
 
@@ -100,8 +100,8 @@ class Distributed:
         Args:
             loss: the loss to train.
             optimizer: of parameters of ``loss``; it has not stepped.
-            *others: modules that compute with weights and are not trained; sharded with those of
-                ``loss``.
+            *others: modules that compute with weights and are not trained; sharded with the weights
+                of ``loss``.
 
         Raises:
             ConfigError: weights are on another device, and accelerate is not to move them.

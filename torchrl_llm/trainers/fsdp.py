@@ -41,14 +41,14 @@ class ShardedModule(nn.Module):
         self, loss: nn.Module, *others: nn.Module, plugin: FullyShardedDataParallelPlugin, mesh: DeviceMesh
     ) -> None:
         super().__init__()
-        # In a tuple, so that the loss is no submodule: TorchRL's losses list their parameters in
+        # In a tuple, so that the loss is not a submodule: TorchRL's losses list their parameters in
         # their own way.
         self._loss = (loss,)
         self.networks = nn.ModuleList([*loss.children(), *others])
         self._reshard = bool(plugin.reshard_after_forward)
         given = plugin.mixed_precision_policy
         # Reduced and returned in float32: gradients are sums of many terms, and losses and
-        # log-probs are no activations.
+        # log-probs are not activations.
         dtypes = {} if given is None else {"param_dtype": given.param_dtype, "reduce_dtype": torch.float32}
         half = fsdp.MixedPrecisionPolicy(**dtypes)
         for layer in _layers(self, plugin.transformer_cls_names_to_wrap):
@@ -156,8 +156,8 @@ def _layers(root: nn.Module, names: list[str] | None) -> list[nn.Module]:
 
 
 def replace_parameters(optimizer: torch.optim.Optimizer, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-    """Give an optimizer that has not stepped the ``new`` parameters for those of the same names in
-    ``old``."""
+    """Give an optimizer that has not stepped the ``new`` parameters for the parameters of the same
+    names in ``old``."""
     found = {id(parameter): new[name] for name, parameter in old.items()}
     for group in optimizer.param_groups:
         group["params"] = [found[id(parameter)] for parameter in group["params"]]

@@ -30,7 +30,7 @@ class LearningRateSchedule:
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: TrainerConfig) -> None:
         self.optimizer, self.config = optimizer, config
-        # Kept here, because the rates in a checkpoint's optimizer are those of its last update,
+        # Kept here, because the rates in a checkpoint's optimizer belong to its last update,
         # scaled.
         self._rates = [group["lr"] for group in optimizer.param_groups]
 

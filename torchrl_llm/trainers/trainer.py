@@ -222,8 +222,8 @@ class LLMTrainer:
 
         Raises:
             ConfigError: there are several processes, whose gradients are averaged for the old
-                parameters; or the optimizer's parameters are not those of the loss, and the trainer
-                goes on with the old one.
+                parameters; or the optimizer's parameters are not the loss's, and the trainer
+                continues with the old one.
         """
         self.distributed.check_replaceable()
         rates = schedule.LearningRateSchedule(optimizer, self.config)

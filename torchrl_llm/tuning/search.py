@@ -183,7 +183,7 @@ def _population(tuning: TuningConfig) -> Any:
                 state.last_perturbation_time = state.last_train_time
             self._next_perturbation_sync = 1 + min(each.last_train_time for each in self._trial_state.values())
 
-    # Values of a choice are given as a list: Ray Tune multiplies those of a domain.
+    # Values of a choice are given as a list: Ray Tune multiplies the values of a domain.
     mutations = {n: [*d.values] if d.kind == "choice" else _domains(tuning)[n] for n, d in tuning.dimensions.items()}
     return Population(
         time_attr="training_iteration",

@@ -135,7 +135,7 @@ class TuningConfig(Checked):
 
         Args:
             path: the file, with lines ``field: value``. A relative ``base`` counts from its folder.
-            changes: settings that replace those of the file.
+            changes: settings that replace the file's.
 
         Raises:
             ConfigError: the file cannot be read, or a setting is wrong; the message names the line.

@@ -1,7 +1,7 @@
 """A trial as a run's folder: trained for a generation, copied, and put back. Nothing here needs
 Ray.
 
-The folder is that of any run, with one more file: ``generations.jsonl`` has a line for each
+The folder is like any run's, with one more file: ``generations.jsonl`` has a line for each
 generation, and is copied with the run. So it says, of a run that began as another trial's copy,
 which settings trained its weights when.
 """
@@ -45,8 +45,7 @@ def train_generation(
     Raises:
         ConfigError: the settings do not go together, or the run ends before the generation does.
     """
-    before = 0 if generation == 1 else verify(_newest(folder))["metadata"]["iteration"]
-    iterations = before + tuning.iterations(sampled)
+    iterations = (0 if generation == 1 else _iteration(folder)) + tuning.iterations(sampled)
     run = build_run(tuning.run_config(folder, sampled, iterations, starts=generation == 1))
     try:
         history = run.trainer.train()
@@ -64,12 +63,16 @@ def train_generation(
 
 
 def _note(folder: Path, line: Mapping[str, Any]) -> None:
-    """Write the line of a generation, in place of that of the same generation before the trial was
-    killed."""
+    """Write the line of a generation, in place of the line of the same generation before the trial
+    was killed."""
     file = folder / GENERATIONS
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     kept = [each for each in lines if json.loads(each)["generation"] < line["generation"]]
     write_text(file, "\n".join([*kept, json.dumps(line)]) + "\n")
+
+
+def _iteration(folder: Path) -> int:
+    return verify(_newest(folder))["metadata"]["iteration"]
 
 
 def _newest(folder: Path) -> Path:

@@ -21,11 +21,11 @@ the process, ``sys.argv``."""
 
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser; ``--max-steps`` and ``--max_steps`` are the same flag, and a flag that is
-    not given is no attribute.
+    not given is not an attribute.
 
     Args:
         noun: what its flags are called in errors; default ``"flag"``.
-        options: those of :class:`argparse.ArgumentParser`.
+        options: as of :class:`argparse.ArgumentParser`.
 
     Examples:
         >>> parser = ArgumentParser(prog="count")
@@ -55,7 +55,7 @@ class ArgumentParser(argparse.ArgumentParser):
         """Parse the arguments; of a wrong flag the error names the nearest one.
 
         Args:
-            argv: the arguments; None takes those of the process.
+            argv: the arguments; None takes the process's.
 
         Returns:
             What was given, and the defaults of other arguments where they are not

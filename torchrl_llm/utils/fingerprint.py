@@ -35,12 +35,12 @@ def fingerprint(part: Any) -> str:
     It is a hash and no text, because arguments may be secrets, such as the key of a server.
 
     Functions and classes have their names; partials, dataclasses, lists and mappings what they
-    hold. Code that is not installed, such as that of a script, counts too, for it may change under
-    the same name: its instructions, those of base classes and of what it finds by a name, and the
-    plain values that it finds as defaults, in the function around it, in its class or in its
-    module, but for those that code there assigns. Comments do not count, another version of Python
-    does. Of other objects the class counts alone, for their state may change while they are used.
-    An object with a method ``fingerprint() -> str`` speaks for itself.
+    hold. Code that is not installed, such as the code of a script, counts too, for it may change
+    under the same name: its instructions, the instructions of base classes and of what it finds by
+    a name, and the plain values that it finds as defaults, in the function around it, in its class
+    or in its module, but for those that code there assigns. Comments do not count, another version
+    of Python does. Of other objects the class counts alone, for their state may change while they
+    are used. An object with a method ``fingerprint() -> str`` speaks for itself.
 
     Args:
         part: any object.
@@ -56,7 +56,7 @@ def fingerprint(part: Any) -> str:
         >>> fingerprint({"moves": 3, "cells": 2}) == fingerprint({"cells": 2, "moves": 3})
         True
     """
-    return blake2b(_text(part, ()).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return _hash(_text(part, ()))
 
 
 def _text(part: Any, outer: tuple[int, ...]) -> str:
@@ -117,13 +117,16 @@ def _reached(part: Any) -> list[Any]:
     found: list[Any] = []
     waiting = [part]
     while waiting:
-        first = waiting.pop(0)
-        for each in first.__mro__ if isinstance(first, type) else (first,):
+        for each in _with_bases(waiting.pop(0)):
             if not _is_installed(each) and all(each is not other for other in found):
                 found.append(each)
                 values = [*_found(each).values(), *(value for f in _functions(each) for value in _given(f))]
                 waiting += [own for value in values for own in _held(value)]
     return found
+
+
+def _with_bases(part: Any) -> tuple[Any, ...]:
+    return part.__mro__ if isinstance(part, type) else (part,)
 
 
 def _held(value: Any) -> Iterator[Any]:
@@ -234,3 +237,7 @@ def _is_installed_module(name: str) -> bool:
     file = getattr(sys.modules.get(name), "__file__", None)
     places = {sysconfig.get_path(each) for each in ("purelib", "platlib")}
     return file is not None and any(Path(file).is_relative_to(place) for place in places)
+
+
+def _hash(text: str) -> str:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

@@ -252,7 +252,7 @@ class Idle(NamedTuple):
             together.
         instead: what to do so that they count.
         harmless: values, by name, that ask for what happens anyway, such as
-            ``{"max_staleness": 0}`` for a collector that is never stale. They are no error, and
+            ``{"max_staleness": 0}`` for a collector that is never stale. They are not an error, and
             neither is an option's default.
 
     Examples:

@@ -1,37 +1,450 @@
-"""The names that other systems have for settings and options of this package, read from
-``other_systems.toml`` beside this file; docs/other_systems.md shows them."""
+"""The names that other systems have for settings and options of this package; docs/other_systems.md
+shows them.
+
+Each stands for text of one of two forms: the setting in backticks, perhaps with a colon and a
+sentence behind it; or a sentence alone, which names settings in backticks. verl's names are those
+of its command line, with dots.
+"""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from importlib import resources
-from string import Template
 from types import MappingProxyType
 
 __all__ = ["MARKS", "SYSTEMS"]
 
-_READ = tomllib.loads((resources.files(__package__) / "other_systems.toml").read_text("utf-8"))
+_BATCH = "`batch_size`: It counts the episodes of an iteration, all groups and all processes together."
+_STEP = "`minibatch_size`: It counts the episodes of an optimizer step."
+_PASS = "`max_tokens`: It bounds the tokens of one forward and backward pass, and never changes the gradient."
+_WHOLE = "`max_model_len`: It bounds the whole context, prompts and responses together."
+_ROWS = "Rows are given in Python, build_run(config, make_env=partial(PromptDatasetEnv, rows, reward_fn)); `env_name` names an environment."
+_TURNS = "`max_steps`: It counts turns of training; `max_iterations` counts iterations."
+_LORA = "LoRA's settings are `lora_r`, `lora_alpha` and `lora_targets`; load_actor_critic(lora=LoraConfig(...)) takes any other but a dropout."
+_FLASH = "`attn_implementation`: Leave it out. PyTorch's own attention (sdpa) runs flash attention on a GPU too."
+_NF4 = '`quantization`: It is "nf4" or left out.'
+_ADAMW = "The optimizer is AdamW, with `lr_actor`, `lr_critic`, `weight_decay` and `adam_beta2`."
+_WARMUP = "`warmup_fraction`: It is a share of `max_steps`."
+_AUTOCAST = '`mixed_precision`: It is "no", "bf16" or "fp16"; `dtype` is that of the base weights.'
+_EVERY = "`evaluation_interval`: It counts iterations; 0 evaluates only before and after the run."
+_SAVE = "`checkpoint_interval`: It counts iterations; the best checkpoint is kept too."
+_LOG = "Every iteration is logged; `record_interval` is how often episodes are recorded."
+_TRACKERS = "Set `tensorboard`, `wandb` or `trackio` to true."
+_FOLDER = "`output_dir`: The run is named after it."
+_PROCESSES = "Several processes are started by accelerate, whose file says how weights are divided (docs/processes.md); leave `device` out."
+_ENGINE = '`policy`: It is "hf" or "vllm"; the settings of the engine have names of their own.'
+_SPLITS = '`dataset`: It is a mapping from split to rows, such as {"train": ..., "test": ...}.'
+_CLIP_BOTH = "`clip_epsilon`: It is one number, or the distances from 1 as [low, high]."
+_SUCCESS = "`dynamic_sampling`: It leaves out groups without an advantage, and may collect further batches for them."
+
+_TRANSFORMERS = {
+    "learning_rate": "`lr_actor`",
+    "per_device_train_batch_size": _BATCH,
+    "per_device_eval_batch_size": "`evaluation_episodes`: It counts the episodes of an evaluation.",
+    "gradient_accumulation_steps": f"{_STEP} `max_tokens` divides a step into passes, at the same gradient.",
+    "num_train_epochs": _TURNS,
+    "warmup_steps": _WARMUP,
+    "warmup_ratio": _WARMUP,
+    "lr_scheduler_type": '`schedule`: It is "cosine" or "constant".',
+    "lr_scheduler_kwargs": "The schedule's numbers are `min_lr_fraction` and `lr_decay_fraction`.",
+    "optim": _ADAMW,
+    "adam_beta1": _ADAMW,
+    "adam_epsilon": _ADAMW,
+    "bf16": _AUTOCAST,
+    "fp16": _AUTOCAST,
+    "gradient_checkpointing_kwargs": "`gradient_checkpointing`: It is true or false.",
+    "torch_compile": "`compile`",
+    "use_liger_kernel": "Log-probs are made in chunks always; `max_tokens` bounds the memory of a pass.",
+    "logging_steps": _LOG,
+    "logging_strategy": _LOG,
+    "report_to": _TRACKERS,
+    "run_name": _FOLDER,
+    "project": "`trackio_project`",
+    "disable_tqdm": "`progress`: It is true or false.",
+    "eval_strategy": _EVERY,
+    "eval_steps": _EVERY,
+    "save_strategy": _SAVE,
+    "save_steps": _SAVE,
+    "save_total_limit": "`keep_checkpoints`",
+    "load_best_model_at_end": "The best checkpoint by evaluation is kept beside the newest, if `save_checkpoints` is true.",
+    "resume_from_checkpoint": "`resume`: It is true or false; `resume_from` names a checkpoint.",
+    "push_to_hub": "Nothing is uploaded; `export_merged` writes the trained model to a folder.",
+    "hub_model_id": "Nothing is uploaded; `export_merged` writes the trained model to a folder.",
+    "do_train": "A run trains; `evaluation_interval` is how often it evaluates.",
+    "do_eval": "A run evaluates before and after it, and every `evaluation_interval` iterations.",
+    "data_seed": "`seed`",
+    "use_cpu": '`device`: Set it to "cpu".',
+    "deepspeed": _PROCESSES,
+    "fsdp": _PROCESSES,
+    "fsdp_config": _PROCESSES,
+}
+"""Of TRL, LLaMA-Factory and axolotl alike: transformers' ``TrainingArguments``."""
+
+_TRL = {
+    "model_name_or_path": "`model_path`",
+    "model_revision": "`model_path`: Download that revision, and name its folder.",
+    "torch_dtype": "`dtype`",
+    "model_init_kwargs": "Set `dtype`, `attn_implementation` or `trust_remote_code`.",
+    "use_peft": "`lora_r`: 0 trains all weights.",
+    "lora_target_modules": "`lora_targets`",
+    "lora_dropout": _LORA,
+    "lora_task_type": _LORA,
+    "lora_modules_to_save": _LORA,
+    "use_rslora": _LORA,
+    "use_dora": _LORA,
+    "load_in_4bit": _NF4,
+    "load_in_8bit": _NF4,
+    "bnb_4bit_quant_type": _NF4,
+    "dataset_name": _ROWS,
+    "dataset_config": _ROWS,
+    "dataset_train_split": _ROWS,
+    "dataset_test_split": _ROWS,
+    "num_generations": "`group_size`",
+    "num_generations_eval": "`evaluation_episodes`: It counts the episodes of an evaluation.",
+    "max_completion_length": "`max_output_tokens`",
+    "max_prompt_length": _WHOLE,
+    "max_length": _WHOLE,
+    "generation_batch_size": _BATCH,
+    "steps_per_generation": f"{_STEP} `batch_size` counts those of an iteration.",
+    "num_iterations": "`epochs`",
+    "beta": "`kl_coeff`",
+    "epsilon": "`clip_epsilon`",
+    "epsilon_high": _CLIP_BOTH,
+    "delta": "`dual_clip`",
+    "loss_type": '"grpo" is `weighting` "sequence", "dapo" and "bnpo" are "token", "dr_grpo" is "constant" with `scale` "none"; "cispo" is `clipping` "cispo".',
+    "scale_rewards": '`scale`: "group" is "std", "batch" is "batch", false is "none".',
+    "importance_sampling_level": "`ratio_level`",
+    "mask_truncated_completions": "`overlong_filter`",
+    "multi_objective_aggregation": "`components`: It weighs rewards that are compared each by itself.",
+    "reward_weights": "The environment adds up its rewards; `components` weighs further ones.",
+    "sync_ref_model": "`refresh_reference`: It counts iterations.",
+    "ref_model_sync_steps": "`refresh_reference`: It counts iterations.",
+    "ref_model_mixup_alpha": "`refresh_reference`: The reference becomes what the actor is, and is not mixed.",
+    "use_vllm": _ENGINE,
+    "vllm_mode": _ENGINE,
+    "vllm_gpu_memory_utilization": "`gpu_memory_utilization`",
+    "vllm_tensor_parallel_size": "`tensor_parallel_size`",
+    "vllm_max_model_length": "`max_model_len`",
+    "vllm_enable_sleep_mode": "`sleep_mode`",
+    "vllm_importance_sampling_correction": '`sampler_correction`: It is "truncate", "mask" or "reject".',
+    "vllm_importance_sampling_mode": '`sampler_correction`: It is "truncate", "mask" or "reject"; `sampler_level` is what has one weight.',
+    "vllm_importance_sampling_cap": "`sampler_bounds`",
+    "vllm_importance_sampling_clip_max": "`sampler_bounds`: It is the cap, or [low, high].",
+    "vllm_importance_sampling_clip_min": "`sampler_bounds`: It is the cap, or [low, high].",
+    "entropy_coef": "`entropy_coeff`",
+    "use_adaptive_entropy": "`entropy_target`: It is the entropy of a token, in nats, up to which the bonus pays.",
+    "generation_kwargs": "Sampling is `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty`.",
+    "max_tool_calling_iterations": "`max_turns`",
+    "log_completions": "`log_episodes`: It counts episodes of each recording.",
+    "num_completions_to_print": "`log_episodes`: It counts episodes of each recording.",
+    "cast_lm_head_to_fp32": "Log-probs are float32 or wider always; `dtype` is that of the base weights.",
+    "chat_template_path": "`chat_template`: It is a file (.jinja), or the text of one.",
+    "packing": "`share_prefixes`: What episodes have in common is computed once.",
+    "completion_only_loss": "Only what the assistant says is learned; `demonstrations` is what SFT imitates.",
+    "assistant_only_loss": "Only what the assistant says is learned; `demonstrations` is what SFT imitates.",
+    "teacher_model_name_or_path": "`teacher`",
+    "reward_funcs": "`reward_fn`",
+    "train_dataset": "`dataset`",
+    "eval_dataset": _SPLITS,
+    "processing_class": "`tokenizer`",
+    # PPOConfig, of versions before 1.0
+    "num_ppo_epochs": "`epochs`",
+    "kl_coef": "`kl_coeff`",
+    "kl_estimator": '`kl_kind`: It is "k2" or "k3".',
+    "cliprange": "`clip_epsilon`",
+    "cliprange_value": "`clip_value`",
+    "vf_coef": "`critic_coeff`",
+    "lam": "`lmbda`",
+    "whiten_rewards": "`whiten`: It whitens advantages.",
+    "num_mini_batches": _STEP,
+    "mini_batch_size": "`minibatch_size`",
+    "local_rollout_forward_batch_size": _PASS,
+    "total_episodes": _TURNS,
+    "response_length": "`max_output_tokens`",
+    "missing_eos_penalty": "`overlong_penalty`",
+    "sft_model_path": "`model_path`: `init_from` names a checkpoint of ours.",
+}
+
+_VERL = {
+    "actor_rollout_ref.model.path": "`model_path`",
+    "actor_rollout_ref.model.lora_rank": "`lora_r`",
+    "actor_rollout_ref.model.lora_alpha": "`lora_alpha`",
+    "actor_rollout_ref.model.target_modules": "`lora_targets`",
+    "actor_rollout_ref.model.trust_remote_code": "`trust_remote_code`",
+    "actor_rollout_ref.model.custom_chat_template": "`chat_template`: It is a file (.jinja), or the text of one.",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "`gradient_checkpointing`",
+    "actor_rollout_ref.model.use_remove_padding": "`share_prefixes`: Micro-batches are trimmed, and what episodes have in common is computed once.",
+    "actor_rollout_ref.actor.optim.lr": "`lr_actor`",
+    "actor_rollout_ref.actor.optim.weight_decay": "`weight_decay`",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": _WARMUP,
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": _WARMUP,
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": '`schedule`: It is "cosine" or "constant".',
+    "actor_rollout_ref.actor.optim.min_lr_ratio": "`min_lr_fraction`",
+    "actor_rollout_ref.actor.optim.clip_grad": "`max_grad_norm`",
+    "actor_rollout_ref.actor.grad_clip": "`max_grad_norm`",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": f"{_STEP} verl counts prompts, each with rollout.n responses.",
+    "actor_rollout_ref.actor.ppo_micro_batch_size": _PASS,
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": _PASS,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": _PASS,
+    "actor_rollout_ref.actor.use_dynamic_bsz": _PASS,
+    "actor_rollout_ref.actor.ppo_epochs": "`epochs`",
+    "actor_rollout_ref.actor.clip_ratio": "`clip_epsilon`",
+    "actor_rollout_ref.actor.clip_ratio_low": _CLIP_BOTH,
+    "actor_rollout_ref.actor.clip_ratio_high": _CLIP_BOTH,
+    "actor_rollout_ref.actor.clip_ratio_c": "`dual_clip`",
+    "actor_rollout_ref.actor.loss_agg_mode": '`weighting`: "token-mean" is "token", "seq-mean-token-mean" is "sequence".',
+    "actor_rollout_ref.actor.entropy_coeff": "`entropy_coeff`",
+    "actor_rollout_ref.actor.use_kl_loss": '`kl_in`: It is "loss" or "reward".',
+    "actor_rollout_ref.actor.kl_loss_coef": "`kl_coeff`",
+    "actor_rollout_ref.actor.kl_loss_type": '`kl_kind`: "low_var_kl" is "k3".',
+    "actor_rollout_ref.actor.use_torch_compile": "`compile`",
+    "actor_rollout_ref.rollout.name": _ENGINE,
+    "actor_rollout_ref.rollout.n": "`group_size`",
+    "actor_rollout_ref.rollout.temperature": "`temperature`",
+    "actor_rollout_ref.rollout.top_p": "`top_p`",
+    "actor_rollout_ref.rollout.top_k": "`top_k`",
+    "actor_rollout_ref.rollout.response_length": "`max_output_tokens`",
+    "actor_rollout_ref.rollout.prompt_length": _WHOLE,
+    "actor_rollout_ref.rollout.max_model_len": "`max_model_len`",
+    "actor_rollout_ref.rollout.max_num_seqs": "`num_envs`",
+    "actor_rollout_ref.rollout.dtype": "`engine_dtype`",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "`gpu_memory_utilization`",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "`tensor_parallel_size`",
+    "actor_rollout_ref.rollout.enforce_eager": "`enforce_eager`",
+    "actor_rollout_ref.rollout.enable_prefix_caching": "`prefix_caching`",
+    "actor_rollout_ref.rollout.free_cache_engine": "`sleep_mode`",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "`max_turns`",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": _PASS,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _PASS,
+    "data.train_files": _ROWS,
+    "data.val_files": _ROWS,
+    "data.prompt_key": f"The column is PromptDatasetEnv(question=...). {_ROWS}",
+    "data.train_batch_size": f"{_BATCH} verl counts prompts, each with rollout.n responses.",
+    "data.val_batch_size": "`evaluation_episodes`: It counts the episodes of an evaluation.",
+    "data.max_prompt_length": _WHOLE,
+    "data.max_response_length": "`max_output_tokens`",
+    "critic.optim.lr": "`lr_critic`",
+    "critic.cliprange_value": "`clip_value`",
+    "algorithm.adv_estimator": '`algo`: "gae" is "LLMPPO", "grpo" is "GRPO", "reinforce_plus_plus" is "LLMREINFORCE".',
+    "algorithm.gamma": "`gamma`",
+    "algorithm.lam": "`lmbda`",
+    "algorithm.norm_adv_by_std_in_grpo": '`scale`: True is "std", false is "none".',
+    "algorithm.use_kl_in_reward": '`kl_in`: It is "loss" or "reward".',
+    "algorithm.kl_ctrl.kl_coef": "`kl_coeff`",
+    "algorithm.kl_penalty": '`kl_kind`: It is "k2" or "k3".',
+    "algorithm.filter_groups.enable": _SUCCESS,
+    "algorithm.filter_groups.max_num_gen_batches": _SUCCESS,
+    "algorithm.rollout_correction.rollout_is": '`sampler_correction`: It is "truncate"; `sampler_level` is what has one weight.',
+    "algorithm.rollout_correction.rollout_is_threshold": "`sampler_bounds`",
+    "trainer.total_epochs": _TURNS,
+    "trainer.total_training_steps": _TURNS,
+    "trainer.project_name": "`wandb_project`: `trackio_project` is trackio's.",
+    "trainer.experiment_name": _FOLDER,
+    "trainer.default_local_dir": "`output_dir`",
+    "trainer.logger": _TRACKERS,
+    "trainer.save_freq": _SAVE,
+    "trainer.test_freq": _EVERY,
+    "trainer.critic_warmup": "`critic_warmup`",
+    "trainer.max_actor_ckpt_to_keep": "`keep_checkpoints`",
+    "trainer.resume_mode": "`resume`: It is true or false.",
+    "trainer.resume_from_path": "`resume_from`",
+    "trainer.nnodes": _PROCESSES,
+    "trainer.n_gpus_per_node": _PROCESSES,
+}
+
+_AGILERL = {
+    "model_name": "`model_path`",
+    "lora_config": "`lora_r`: `lora_alpha` and `lora_targets` are the others.",
+    "lora_target_modules": "`lora_targets`",
+    "lora_target_scope": "`lora_targets`",
+    "lora_dropout": _LORA,
+    "lora_bias": _LORA,
+    "lora_task_type": _LORA,
+    "quantization_config": _NF4,
+    "model_config": "Set `dtype`, `attn_implementation` or `trust_remote_code`.",
+    "torch_compiler": "`compile`",
+    "critic_network": '`algo`: "LLMPPO" has a critic; `critic_trunk` says where.',
+    "use_value_head": '`algo`: "LLMPPO" has a critic; `critic_trunk` says where.',
+    "beta": "`kl_coeff`",
+    "gae_lambda": "`lmbda`",
+    "vf_coef": "`critic_coeff`",
+    "clip_coef": "`clip_epsilon`: A pair has distances from 1, [0.2, 0.28], where theirs has the bounds.",
+    "update_epochs": "`epochs`",
+    "turn_level_clip": '`ratio_level`: True is "turn", with `ratio_reduction` "sum" and `unit_weight` "equal"; false is "token".',
+    "importance_sampling_level": '`ratio_level`: "trajectory" is "sequence".',
+    "turn_ratio_pooling": "`ratio_reduction`",
+    "action_granularity": "`granularity`",
+    "advantage_granularity": '`granularity`: GRPO\'s is `credit`, "episode" or "turn".',
+    "turn_value_reduction": '`value_reduction`: "final_value" is "last".',
+    "adv_whitening": "`whiten`",
+    "whiten_advantages": "`whiten`",
+    "adv_norm": '`scale`: "mean_std" is "std", "mean_only" is "none".',
+    "loss_type": '"grpo" is the default; "gspo" is `ratio_level` "sequence" with `unit_weight` "equal"; "cispo" is `clipping` "cispo".',
+    "loss_norm": "`weighting`: Weights belong to the whole optimizer batch.",
+    "use_kl_advantage_shaping": '`kl_in`: True is "reward".',
+    "adv_clip_range": "`clip_advantage`",
+    "filter_zero_adv": _SUCCESS,
+    "adv_filter_eps": _SUCCESS,
+    "vllm_importance_sampling_correction": '`sampler_correction`: True is "truncate".',
+    "vllm_importance_sampling_cap": "`sampler_bounds`",
+    "lr": "`lr_actor`",
+    "cosine_lr_schedule_config": "`schedule`: `warmup_fraction`, `min_lr_fraction` and `lr_decay_fraction` are its numbers.",
+    "micro_batch_size_per_gpu": _PASS,
+    "mini_batch_size": "`minibatch_size`",
+    "reduce_memory_peak": _PASS,
+    "use_sequence_packing": "`share_prefixes`: What episodes have in common is computed once.",
+    "hf_generate_chunk_size": "`num_envs`: All active episodes are sampled in one call.",
+    "use_vllm": _ENGINE,
+    "vllm_config": _ENGINE,
+    "use_memory_efficient_params": "`sleep_mode`: `offload_base` moves the trainer's weights.",
+    "data_batch_size_per_gpu": _BATCH,
+    "pop_size": "A search has trials (torchrl-llm tune); a run trains one model, with the `seed` that is given.",
+    "evo_steps": "A search has generations (torchrl-llm tune); a run evaluates every `evaluation_interval` iterations.",
+    "max_wall_seconds": "`max_seconds`",
+    "max_reward": "`stop_at_success`: It is the rate of success that ends a run.",
+    "num_epochs": _TURNS,
+    "checkpoint_steps": _SAVE,
+    "checkpoint_path": "`output_dir`",
+    "elite_path": "`output_dir`",
+    "save_elite": "`save_checkpoints`: The best checkpoint by evaluation is kept beside the newest.",
+    "overwrite_checkpoints": "`keep_checkpoints`",
+    "wb": "`wandb`",
+    "tensorboard_log_dir": "`output_dir`",
+    "verbose": "`progress`",
+    "max_context_length": _WHOLE,
+    "apply_chat_template": '`template`: It is "chat" or "raw".',
+    "enable_sliding_window": '`overflow`: True is "slide", false is "truncate".',
+    "env_factory": "`env`",
+    "train_dataset": "`dataset`",
+    "test_dataset": _SPLITS,
+}
+
+_AXOLOTL = {
+    "base_model": "`model_path`",
+    "tokenizer_config": "`tokenizer_path`",
+    "adapter": "`lora_r`: 0 trains all weights.",
+    "lora_target_modules": "`lora_targets`",
+    "lora_target_linear": '`lora_targets`: It is "all-linear" where it is left out.',
+    "lora_dropout": _LORA,
+    "lora_model_dir": "`init_from`",
+    "load_in_4bit": _NF4,
+    "load_in_8bit": _NF4,
+    "rl": '`algo`: It is "LLMPPO", "LLMREINFORCE", "GRPO" or "SFT".',
+    "sequence_len": _WHOLE,
+    "micro_batch_size": _BATCH,
+    "eval_batch_size": "`evaluation_episodes`: It counts the episodes of an evaluation.",
+    "num_epochs": _TURNS,
+    "optimizer": _ADAMW,
+    "lr_scheduler": '`schedule`: It is "cosine" or "constant".',
+    "cosine_min_lr_ratio": "`min_lr_fraction`",
+    "datasets": f"`demonstrations`: It is a file of messages. {_ROWS}",
+    "test_datasets": "`evaluation_episodes`: Evaluations play tasks of their own.",
+    "val_set_size": "`evaluation_episodes`: Evaluations play tasks of their own.",
+    "sample_packing": "`share_prefixes`: What episodes have in common is computed once.",
+    "default_system_message": "`system_prompt`",
+    "flash_attention": _FLASH,
+    "saves_per_epoch": _SAVE,
+    "evals_per_epoch": _EVERY,
+    "wandb_name": _FOLDER,
+    "auto_resume_from_checkpoints": "`resume`",
+}
+
+_LLAMA_FACTORY = {
+    "model_name_or_path": "`model_path`",
+    "adapter_name_or_path": "`init_from`",
+    "stage": '`algo`: It is "LLMPPO", "LLMREINFORCE", "GRPO" or "SFT".',
+    "finetuning_type": "`lora_r`: 0 trains all weights.",
+    "lora_rank": "`lora_r`",
+    "lora_target": "`lora_targets`",
+    "lora_dropout": _LORA,
+    "quantization_bit": _NF4,
+    "flash_attn": _FLASH,
+    "dataset": f"`demonstrations`: It is a file of messages. {_ROWS}",
+    "dataset_dir": "`demonstrations`: It is the path of a file of messages.",
+    "eval_dataset": "`evaluation_episodes`: Evaluations play tasks of their own.",
+    "val_size": "`evaluation_episodes`: Evaluations play tasks of their own.",
+    "cutoff_len": _WHOLE,
+    "max_new_tokens": "`max_output_tokens`",
+    "default_system": "`system_prompt`",
+    "packing": "`share_prefixes`: What episodes have in common is computed once.",
+    "ppo_epochs": "`epochs`",
+    "ppo_buffer_size": _BATCH,
+    "reward_model": "Rewards are the environment's, which `env_name` names.",
+    "overwrite_output_dir": "`overwrite`",
+    "plot_loss": "A run writes its report to `output_dir`.",
+}
 
 
-def _table(*tables: Mapping[str, str]) -> Mapping[str, str]:
-    found = {name: Template(text).substitute(_READ["texts"]) for table in tables for name, text in table.items()}
-    return MappingProxyType(found)
+# The flags of versions to 0.9, and the flags of later ones where they say it in another way.
+_OPENRLHF = {
+    "pretrain": "`model_path`",
+    "actor.model_name_or_path": "`model_path`",
+    "lora_rank": "`lora_r`",
+    "target_modules": "`lora_targets`",
+    "load_in_4bit": _NF4,
+    "n_samples_per_prompt": "`group_size`",
+    "rollout.n_samples_per_prompt": "`group_size`",
+    "rollout_batch_size": f"{_BATCH} OpenRLHF counts prompts, each with n_samples_per_prompt responses.",
+    "rollout.batch_size": f"{_BATCH} OpenRLHF counts prompts, each with n_samples_per_prompt responses.",
+    "train_batch_size": _STEP,
+    "micro_train_batch_size": _PASS,
+    "train_max_tokens_per_gpu": _PASS,
+    "max_epochs": "`epochs`",
+    "num_episodes": _TURNS,
+    "prompt_max_len": _WHOLE,
+    "generate_max_len": "`max_output_tokens`",
+    "rollout.max_new_tokens": "`max_output_tokens`",
+    "actor_learning_rate": "`lr_actor`",
+    "critic_learning_rate": "`lr_critic`",
+    "lr_warmup_ratio": _WARMUP,
+    "l2": "`weight_decay`",
+    "eps_clip": "`clip_epsilon`",
+    "eps_clip_low_high": _CLIP_BOTH,
+    "value_clip": "`clip_value`",
+    "lambd": "`lmbda`",
+    "algo.advantage.lambd": "`lmbda`",
+    "init_kl_coef": "`kl_coeff`",
+    "algo.kl.init_coef": "`kl_coeff`",
+    "use_kl_loss": '`kl_in`: It is "loss" or "reward".',
+    "entropy_loss_coef": "`entropy_coeff`",
+    "freezing_actor_steps": "`critic_warmup`",
+    "dynamic_filtering": _SUCCESS,
+    "overlong_buffer_len": "`overlong_buffer`",
+    "vllm_tensor_parallel_size": "`tensor_parallel_size`",
+    "vllm_gpu_memory_utilization": "`gpu_memory_utilization`",
+    "vllm_enable_sleep": "`sleep_mode`",
+    "vllm_is_truncated_threshold": "`sampler_bounds`",
+    "remote_rm_url": "Rewards are the environment's, which `env_name` names.",
+    "agent_func_path": "`env_name`: An environment is an object with reset and step.",
+    "prompt_data": _ROWS,
+}
 
 
-_OF_TRANSFORMERS = ("TRL", "LLaMA-Factory", "axolotl")
-"""The systems whose settings are those of transformers, and more."""
+def _read_only(*tables: Mapping[str, str]) -> Mapping[str, str]:
+    return MappingProxyType({name: text for table in tables for name, text in table.items()})
+
 
 SYSTEMS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        system: _table(own, _READ["transformers"] if system in _OF_TRANSFORMERS else {})
-        for system, own in _READ["systems"].items()
+        "TRL": _read_only(_TRL, _TRANSFORMERS),
+        "verl": _read_only(_VERL),
+        "AgileRL": _read_only(_AGILERL),
+        "LLaMA-Factory": _read_only(_LLAMA_FACTORY, _TRANSFORMERS),
+        "axolotl": _read_only(_AXOLOTL, _TRANSFORMERS),
+        "OpenRLHF": _read_only(_OPENRLHF),
     }
 )
 """System -> its name -> ours, and what is to be known about it. Where two systems have one name,
 the first is meant."""
 
 MARKS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {system: frozenset(marks) for system, marks in _READ["marks"].items()}
+    {
+        "verl": frozenset({"actor_rollout_ref"}),
+        "AgileRL": frozenset(
+            {"INIT_HP", "MUTATION_PARAMS", "NET_CONFIG", "mutation", "selection_strategy", "tournament_selection"}
+        ),
+        "axolotl": frozenset({"base_model", "trl"}),
+        "LLaMA-Factory": frozenset({"finetuning_type"}),
+        "OpenRLHF": frozenset({"agent_func_path", "remote_rm_url"}),
+    }
 )
 """Names in files that no other system has, by system."""

@@ -107,7 +107,7 @@ def install(policy: InferenceEngine, snapshot: Snapshot) -> float:
 
     Args:
         policy: any engine with weights of its own: an :class:`~torchrl_llm.modules.HFPolicy` with
-            the same model, and LoRA settings if the snapshot is that of an adapter; or a
+            the same model, and LoRA settings if the snapshot is of an adapter; or a
             :class:`~torchrl_llm.modules.VLLMPolicy`, which serves LoRA then.
         snapshot: the weights.
 

@@ -101,7 +101,7 @@ class WeightSync(WeightSyncScheme):
         """Send the weights that the model has now.
 
         Args:
-            weights: must be ``None``: the weights are those of the model given to the constructor.
+            weights: must be ``None``: the weights come from the model given to the constructor.
             worker_ids: not used: all engines get them.
 
         Raises:
@@ -283,7 +283,7 @@ class EngineWeightSync(WeightSync):
 
     @contextmanager
     def asleep(self) -> Iterator[None]:
-        """See :meth:`WeightSync.asleep`. No turn may be in flight; the engine goes on with the
+        """See :meth:`WeightSync.asleep`. No turn may be in flight; the engine continues with the
         weights that it has."""
         if self.sleep_level == 0:
             yield

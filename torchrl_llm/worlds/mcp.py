@@ -27,7 +27,7 @@ __all__ = ["MCPServerError", "MCPTools"]
 T = TypeVar("T")
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_INVALID_PARAMS = -32602  # JSON-RPC: the server refuses this call, and goes on
+_INVALID_PARAMS = -32602  # JSON-RPC: the server refuses this call, and continues
 _DEEPEST = 64  # brackets within each other; parsers of JSON end at some hundreds
 _PATIENCE = 1.0  # seconds without an answer, after which a server is asked again
 _CLOSE_TIMEOUT = 10.0  # seconds in which a session should have ended

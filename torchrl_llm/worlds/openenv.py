@@ -251,7 +251,7 @@ def _make(
         **options: arguments of the class in this process.
 
     Raises:
-        ConfigError: the options are not those of the environment.
+        ConfigError: the environment has other options.
         EnvironmentUnavailableError: its server does not answer, or its class fails.
     """
     address = env_id.removeprefix("openenv:")

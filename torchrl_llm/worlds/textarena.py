@@ -1,7 +1,7 @@
 """Games of TextArena (https://github.com/LeonGuertler/TextArena) as environments: ids such as
 ``textarena:TicTacToe-v0``.
 
-Those of two players are a :class:`~torchrl_llm.envs.Game`, for self-play; those of one are ordinary
+Games of two players are a :class:`~torchrl_llm.envs.Game`, for self-play; games of one are ordinary
 environments. A message is what the game has shown a player since its last turn, in TextArena's
 form, ``[GAME] ...`` and ``[Player 1] ...``; TextArena's own wrappers, which repeat the whole
 history, are left out, but for those that complete actions.

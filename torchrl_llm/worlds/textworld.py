@@ -150,8 +150,8 @@ class Recipe(NamedTuple):
     Attributes:
         name: of the game, a key of :data:`GAMES`.
         settings: names and values of :data:`GAMES`, all of them.
-        seed: that of ``tw-make --seed``, from which TextWorld derives those of map, objects, quest
-            and texts; below 2**32.
+        seed: as in ``tw-make --seed``, from which TextWorld derives the seeds of map, objects,
+            quest and texts; below 2**32.
     """
 
     name: str
@@ -256,7 +256,7 @@ class TextWorldGame:
         name: of the game, a key of :data:`GAMES`.
         max_turns: turns of an episode, 1 or more. Default 50.
         show_commands: whether messages list the admissible commands. Default False.
-        settings: those of the game; their defaults are in :data:`GAMES`.
+        settings: of the game; their defaults are in :data:`GAMES`.
 
     Raises:
         TypeError, ValueError: see :func:`check_options`.

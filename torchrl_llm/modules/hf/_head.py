@@ -38,7 +38,7 @@ def sampling_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     The product of a few rows and a large matrix spends most of its time in copying the matrix to a
     layout for it. oneDNN takes a matrix that has this layout already, which on a CPU makes the head
     of a vocabulary of 49 to 152 thousand ids 1.5 to 2.5 times as fast at 8 to 64 rows. The weights
-    are those of this moment: another head is to be made when they change.
+    are read at this moment: another head is to be made when they change.
     """
     head = LinearHead.of(model)
     if head is None or not packs_head(head.weight.numel(), head.weight.dtype, head.weight.device):

@@ -152,8 +152,8 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store ``[n, heads, q, dim]`` keys and values where :meth:`aim` said and return those of
-        the whole context.
+        """Store ``[n, heads, q, dim]`` keys and values where :meth:`aim` said and return the keys
+        and values of the whole context.
 
         Returns:
             keys and values ``[n, heads, width, dim]``.

@@ -51,15 +51,16 @@ class HFPolicy(TurnPolicy):
     prompt agrees with it. Equal prompts (the members of a group) are computed once, and so is a
     prefix that another slot holds.
 
-    The log-prob recorded is that of the distribution left by all processors of ``sampling``, in
+    The log-prob recorded belongs to the distribution left by all processors of ``sampling``, in
     float32; with greedy decoding, the log-prob of the likeliest token under that same distribution.
     Nothing comes from the model's ``generation_config`` but its list of end tokens. The
     distribution covers the model's whole vocabulary: where it is padded beyond the tokenizer's (as
     Qwen's is), the padding ids keep the probability that the model gives them.
 
     The cache is dropped when the weights change: by :meth:`weights_changed`, and because every call
-    compares the parameters' identities, version counters and a few sampled elements with those of
-    the last call. Without the notice, only a change that misses all sampled elements is overlooked.
+    compares the parameters' identities, version counters and a few sampled elements with what they
+    were at the last call. Without the notice, only a change that misses all sampled elements is
+    overlooked.
 
     For the time of a turn LoRA layers are replaced by plain ones, without touching the model's
     parameters: small float32 ones (up to 64 MiB in all) are fused with their base layers, others

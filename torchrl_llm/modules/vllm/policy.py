@@ -47,7 +47,7 @@ class VLLMPolicy(TurnPolicy):
 
     The same keys and the same meaning as :class:`~torchrl_llm.modules.HFPolicy`: ids depend on the
     weights, the prompt and ``(seed, episode_id, turn)``, never on the neighbors in the batch, but
-    for rounding; log-probs are those of the sampled distribution, in float32; nothing comes from
+    for rounding; log-probs belong to the sampled distribution, in float32; nothing comes from
     the model's ``generation_config`` but its list of end tokens. The noise is vLLM's own, so the
     two policies sample different responses from the same distribution. Three differences: with
     greedy decoding the log-prob is that at temperature 1 and without truncation; ``min_p`` is
@@ -193,7 +193,7 @@ class VLLMPolicy(TurnPolicy):
         with held() as leave_if_asked, self.exclusive():
             try:
                 waiting = {
-                    # Negative slots: those of turns in flight are 0 and above.
+                    # Negative slots: slots of turns in flight are 0 and above.
                     self._start(TurnRequest(-1 - row, ids[row, :length], episode, k, greedy))
                     for row, (length, k, episode) in enumerate(rows)
                 }

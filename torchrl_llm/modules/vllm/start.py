@@ -81,7 +81,7 @@ def load_engine(
 ) -> Any:
     """Start a ``vllm.LLM`` as :class:`VLLMPolicy` needs it.
 
-    The log-probs are those of the sampled distribution (``logprobs_mode="processed_logprobs"``). On
+    The log-probs belong to the sampled distribution (``logprobs_mode="processed_logprobs"``). On
     CPUs prompts are not read in parts: a request with a seed of its own would stop the engine. The
     random state of the process, its environment variables and ``torch.set_num_threads``, which vLLM
     changes, are put back. One engine in a process at a time: they share process groups, and the

@@ -116,7 +116,7 @@ def wake(llm: Any, tags: list[str] | None = None) -> None:
 
 
 def reset_prefix_cache(llm: Any) -> None:
-    """Drop all cached keys and values, those of turns in flight too.
+    """Drop all cached keys and values, also of turns in flight.
 
     Raises:
         WeightSyncError: the engine reports that it did not.
@@ -196,7 +196,7 @@ def reload(llm: Any, tensors: NamedTensors) -> None:
 
 def _drop_half_loaded(worker: Any) -> None:
     """Runs in the worker: after a reload that stopped half way, vLLM would mix its tensors with
-    those of the next one."""
+    the ones of the next."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in worker.get_model().modules():

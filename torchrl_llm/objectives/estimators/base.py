@@ -273,7 +273,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         flag, mask = self._get(tensordict, name), self._get(tensordict, "mask")
         order = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
         last = torch.where(mask, order, -1).amax(1, keepdim=True)
-        # A row without turns has -1 here, which is no index.
+        # A row without turns has -1 here, which is not an index.
         return (flag.gather(1, last.clamp_min(0)) & (last >= 0)).squeeze(1)
 
     def _kl_penalty(self, tensordict: TensorDictBase) -> Tensor:

@@ -25,7 +25,7 @@ class ImitationWeights(TurnEstimator):
     ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return from the turn on.
 
     Keyword Args:
-        imitate: ``"all"`` turns with weight 1; ``"success"``: those of episodes that ended in
+        imitate: ``"all"`` turns with weight 1; ``"success"``: turns of episodes that ended in
             success, the others with 0 (filtered behavior cloning; on the policy's own episodes
             rejection sampling, as in RAFT, arXiv:2304.06767, and STaR, arXiv:2203.14465);
             ``"return"``: each with its return from there on, which must not be negative where

@@ -29,8 +29,8 @@ class RoleRelative(ReturnEstimator):
 
     Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"``
     ``[B, L]``, ``"env_id"`` ``[B]`` if there is one, and the extra ``role``
-    (``("turn", "extra", role)`` ``[B, T]`` int64, that of a row's first turn), which the seats of a
-    :class:`~torchrl_llm.envs.SelfPlayEnv` have. Writes ``"advantage"``, ``"value_target"``
+    (``("turn", "extra", role)`` ``[B, T]`` int64, taken from a row's first turn), which the seats
+    of a :class:`~torchrl_llm.envs.SelfPlayEnv` have. Writes ``"advantage"``, ``"value_target"``
     ``[B, L]`` and ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return that
     was compared.
 

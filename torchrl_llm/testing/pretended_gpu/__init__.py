@@ -14,7 +14,7 @@ be. What a GPU would do then is known:
 - Each call of ``scaled_dot_product_attention`` is noted with the kernel that PyTorch would choose
   on an H100, shapes and place.
 
-Places are those of your own code or of this package: frames of PyTorch and of other installed
+Places are in your own code or of this package: frames of PyTorch and of other installed
 packages are passed over.
 
     >>> import torch
@@ -32,7 +32,7 @@ What it does not do, and where it differs:
 - Speed, the order in which kernels run, rounding and the capacity of the memory are not pretended;
   sizes are counted. Streams and events do nothing, and measure 0 ms. A CUDA graph cannot be
   captured: PyTorch built for CPUs has none, and says so.
-- Draws are those of the CPU's generators: ``torch.cuda.manual_seed`` does nothing, and a checkpoint
+- Draws come from the CPU's generators: ``torch.cuda.manual_seed`` does nothing, and a checkpoint
   that forgets the state of the GPU's global generator is not found.
 - ``autocast("cpu")`` changes no product, of the CPU's tensors neither.
 - Functions of ``torch.compile`` run as if they were not compiled: what is said of them is true of

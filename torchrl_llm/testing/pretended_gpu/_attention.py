@@ -34,7 +34,7 @@ def choose_kernel(
     """The kernel; ``None`` if those that are enabled (:func:`torch.nn.attention.sdpa_kernel`)
     cannot compute it.
 
-    The rules are those of PyTorch 2.11 and later on compute capability 9.0 with cuDNN 9.16 to 9.22
+    The rules follow PyTorch 2.11 and later on compute capability 9.0 with cuDNN 9.16 to 9.22
     (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``), for dense tensors: cuDNN is
     preferred to the others there.
     """

@@ -143,7 +143,7 @@ def files(gpu: PretendedGPU) -> Iterator[None]:
 
 
 def _by_device_and_dtype(lists: list[list[Any]], with_indices: bool = False) -> dict[Any, Any]:
-    """How optimizers and clipping group tensors: by those of the first list; empty lists stay
+    """How optimizers and clipping group tensors: by the tensors of the first list; empty lists stay
     so."""
     groups: dict[Any, tuple[list[list[Any]], list[int]]] = {}
     for index, first in enumerate(lists[0]):
@@ -177,7 +177,7 @@ def _generator(gpu: PretendedGPU) -> type:
 
 @contextmanager
 def autocast(gpu: PretendedGPU) -> Iterator[None]:
-    """Autocast of "cuda" is that of the CPU, where all is computed; that of "cpu" is only noted."""
+    """Autocast of "cuda" is the CPU's, where all is computed; autocast of "cpu" is only noted."""
     is_enabled, enable = torch.is_autocast_enabled, torch.set_autocast_enabled
     get_dtype, set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
     host_dtype, before = [get_dtype("cpu")], get_dtype("cpu")

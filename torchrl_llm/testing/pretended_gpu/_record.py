@@ -179,8 +179,8 @@ def device_of_memory(storage: torch.UntypedStorage) -> torch.device:
 
 
 def memory_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The memory of a tensor, of a sparse one that of its values; ``None`` for those that functorch
-    wraps or oneDNN packed."""
+    """The memory of a tensor, of a sparse one the memory of its values; ``None`` for tensors that
+    functorch wraps or oneDNN packed."""
     try:
         if tensor.layout in _SPARSE:
             tensor = tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()

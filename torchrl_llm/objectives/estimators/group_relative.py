@@ -1,0 +1,257 @@
+"""The estimator that compares the returns of a group: :class:`GroupRelative`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from torchrl_llm import functional as F
+from torchrl_llm import keys
+from torchrl_llm.keys import NestedKey
+from torchrl_llm.objectives.estimators.returns import ReturnEstimator, numbers_of
+from torchrl_llm.utils.options import Count, Finite, Idle, Natural, NonNegative, check_value
+
+Credit = Literal["episode", "turn", "state"]
+
+
+_STATES = "_states"
+"""Where :class:`GroupRelative` keeps the states of the rows that it compares, in a copy of them."""
+
+
+STATE_IDLE = Idle(("state", "fallback"), {"credit": ("episode", "turn")}, 'set credit to "state"')
+"""What only counts where states are compared."""
+
+
+POTENTIAL_IDLE = Idle(("potential",), {"credit": ("episode",)}, 'set credit to "turn" or "state"')
+"""Over a whole episode shaping adds up to the potential of its first state, which a group
+shares."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class GroupRelative(ReturnEstimator):
+    """Group-relative returns, of the whole episode, from each turn on, or from each state on.
+
+    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]``
+    and ``"group_id"`` ``[B]``; for states also ``"tokens"`` ``[B, L]`` or
+    ``("turn", "extra", state)`` ``[B, T]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]``
+    and ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return of the reward
+    that was compared. With states also ``("turn", num_compared)`` ``[B, T]``: how many turns of
+    other episodes each was compared with.
+
+    Rows of trees (``"tree_id"``, ``"branch_turn"`` ``[B]``, :class:`~torchrl_llm.collectors.Trees`)
+    need ``baseline="leave_one_out"`` and ``scale="none"``: a turn is compared with other trees, and
+    from the turn on at which its own branched with the rest of that, too.
+
+    Keyword Args:
+        gamma: discount per turn. Default: 1.0.
+        credit: ``"episode"`` compares the returns of whole episodes, and every turn of a row gets
+            the same advantage; ``"turn"`` compares, turn by turn, the returns from there on, so
+            that a turn is not credited with what came before it. An episode that has ended by then
+            counts with 0. ``"state"`` compares the returns from a state on with the returns of
+            other episodes of the group that were in the same state, at whichever turn; it needs
+            ``baseline="leave_one_out", scale="none"``, for with either of the others it is biased.
+            Default: ``"episode"``.
+        state: when turns are in the same state: ``"prefix"``: all tokens before them are equal;
+            ``"observation"``: those since the last action token are; or the name of an extra that
+            the environment declares as text. Default: ``"prefix"``.
+        fallback: what a turn is compared with whose state no other episode of the group was in: the
+            others at the same ``"turn"``, or nothing: it keeps its ``"return"``. Default:
+            ``"turn"``.
+        baseline: ``"mean"`` of the group, or ``"leave_one_out"``: the mean of the others. Default:
+            ``"mean"``.
+        scale: divide by the standard deviation of the group (``"std"``), of the batch
+            (``"batch"``), by the group's ``"mean"`` (MaxRL, arXiv:2602.02710; for episode returns
+            that are not negative), or not (``"none"``). Default: ``"std"``.
+        components: further rewards, the extras of these names, with their weights: each is compared
+            by itself, with the options here, and added (GDPO, Liu et al., 2026, arXiv:2601.05242,
+            eqs. 4, 5), so that one with a large spread does not drown the others. The reward itself
+            has the weight 1; pay the main one as the reward and declare the others. A KL penalty is
+            compared by itself, too, without scale. ``None``: the reward alone. Default: ``None``.
+        whiten: normalize advantages to mean 0 and variance 1 over what was compared in the batch,
+            episodes or, with ``credit="turn"``, turns: the last step of GDPO, and with
+            ``scale="none"`` REINFORCE++ with its baseline (Hu et al., 2025, arXiv:2501.03262).
+            Default: ``False``.
+        potential: see :class:`~torchrl_llm.objectives.ReturnEstimator`; for ``credit="turn"`` and
+            ``"state"``. Default: ``None``.
+        ddof: the variance divides by ``size - ddof``. Default: 1.
+        eps: added to the standard deviation. Default: 1e-6.
+        group_size: episodes in a group; ``None``: as many as in the largest group of the batch.
+        partial: a group of another size is an ``"error"``, or ``"allow"``-ed. Default: ``"error"``.
+        kl_coeff, discounted_objective, clip_advantage, process_group: see
+            :class:`~torchrl_llm.objectives.TurnEstimator`; ``discounted_objective`` is for
+            ``credit="turn"`` and ``"state"``.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> yes, no = torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, 1, dtype=torch.bool)
+        >>> turn = dict(reward=torch.tensor([[0.0], [2.0]]), mask=yes, terminated=yes, truncated=no)
+        >>> rows = TensorDict({"turn": turn, "turn_ids": torch.tensor([[-1, 0], [-1, 0]])}, [2])
+        >>> GroupRelative(scale="none")(rows.set("group_id", torch.tensor([7, 7])))["advantage"]
+        tensor([[ 0., -1.],
+                [ 0.,  1.]])
+    """
+
+    idle = (*ReturnEstimator.idle, STATE_IDLE, POTENTIAL_IDLE)
+    takes_trees = True
+    _reads = (*ReturnEstimator._reads, "group_id")
+
+    credit: Credit = "episode"
+    state: str = "prefix"
+    fallback: F.Fallback = "turn"
+    baseline: F.Baseline = "mean"
+    scale: F.Scale = "std"
+    components: dict[str, float] | None = None
+    whiten: bool = False
+    ddof: Natural = 1
+    eps: NonNegative = 1e-6
+    group_size: Count | None = None
+    partial: F.Partial = "error"
+
+    def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
+        super().__post_init__(value_network)
+        self._check_options()
+
+    def _check_options(self) -> None:
+        if self.discounted_objective and self.credit == "episode":
+            raise ValueError(
+                'credit="episode" is discounted from the first turn on; discounted_objective is for credit="turn" '
+                'and "state".'
+            )
+        if self.credit == "state" and (self.baseline, self.scale) != ("leave_one_out", "none"):
+            raise ValueError(
+                f'credit="state" with baseline="{self.baseline}" and scale="{self.scale}" is biased; give '
+                'baseline="leave_one_out" and scale="none".'
+            )
+        if self.whiten and self.baseline == "leave_one_out":
+            raise ValueError(
+                'baseline="leave_one_out" with whiten=True is biased; leave whiten out, or use baseline="mean".'
+            )
+        if self.scale == "mean" and self.credit != "episode":
+            raise ValueError(
+                f'scale="mean" is for the outcomes of episodes; give credit="episode", not {self.credit!r}.'
+            )
+        for name, weight in (self.components or {}).items():
+            check_value(f"The weight of components[{name!r}]", weight, Finite)
+        # A wrong option is an error now, not after the first rollout.
+        F.group_relative(torch.empty(0), torch.empty(0, dtype=torch.int64), **self.options)
+
+    @property
+    def needs_nonnegative_rewards(self) -> str | None:
+        """``scale="mean"``."""
+        return 'scale="mean"' if self.scale == "mean" else None
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        return super().out_keys + ([self.tensor_keys.turn_num_compared] if self.credit == "state" else [])
+
+    def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
+        if self.credit != "state":
+            return super().estimate(tensordict)
+        states, units = self.states(tensordict), self._tree_units(tensordict)
+        # In a shallow copy, so that they are found once: it takes longer than all the rest.
+        estimated = super().estimate(tensordict.copy().set(_STATES, states))
+        *_, acted = self._turns(tensordict)
+        estimated["turn_num_compared"] = F.num_compared(states, self._get(tensordict, "group_id"), acted, units)
+        return estimated
+
+    def _tree_units(self, tensordict: TensorDictBase) -> Tensor | None:
+        """Which rows of a tree count as one, turn by turn, ``[B, T]``; ``None`` for rows that are
+        of none."""
+        tree_id = tensordict.get(self.tensor_keys.tree_id, None)
+        if tree_id is None:
+            return None
+        trees = torch.stack([self._get(tensordict, "group_id"), tree_id], 1).unique(dim=0)[:, 0]
+        if bool((trees.unique(return_counts=True)[1] < 2).any()):
+            raise ValueError(
+                "A group is a single tree, which has nothing to be compared with: play at least two a task."
+            )
+        return F.tree_units(tree_id, self._get(tensordict, "branch_turn"), self._get(tensordict, "mask").shape[1])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of :func:`~torchrl_llm.functional.group_relative`."""
+        names = ("baseline", "scale", "ddof", "eps", "group_size", "partial")
+        return {name: getattr(self, name) for name in names}
+
+    def score(self, reward: Tensor, mask: Tensor, acted: Tensor) -> Tensor:
+        if self.credit == "episode":
+            return F.episode_return(reward, mask, self.gamma)
+        if self.credit == "state":
+            return F.turn_returns(reward, mask, self.gamma, acted=acted)
+        # Without acted: where an episode has a turn without a response, the others are compared
+        # with its return there, and not with 0.
+        return F.turn_returns(reward, mask, self.gamma)
+
+    def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:
+        group_id, units = self._get(tensordict, "group_id"), self._tree_units(tensordict)
+        scores = [(1.0, score), *self._component_scores(tensordict, acted)]
+        if self.credit == "state":  # linear, so that the sum may be compared as well
+            return F.state_relative(
+                sum((weight * each for weight, each in scores), start=penalty),
+                tensordict[_STATES],
+                group_id,
+                acted,
+                self.fallback,
+                unit=units,
+                group_size=self.group_size,
+                partial=self.partial,
+            )
+        # Rows that only keep ranks in step have no turn, and are not episodes of the batch.
+        mask = acted if score.ndim == 2 else self._get(tensordict, "mask").any(1)
+        # All of an episode has one advantage: its tree is left out as a whole.
+        unit = units if units is None or score.ndim == 2 else self._get(tensordict, "tree_id")
+
+        def relative(each: Tensor, penalty: Tensor | None = None) -> Tensor:
+            return F.group_relative(
+                each, group_id, **self.options, penalty=penalty, mask=mask, unit=unit, process_group=self.process_group
+            )
+
+        if not self.components and not self.whiten:
+            return relative(score, penalty=penalty)
+        plain = sum((weight * relative(each) for weight, each in scores), start=torch.zeros_like(score))
+        if self.components:
+            # Scores that do not differ leave the penalty: centered, and without scale.
+            total = plain + relative(torch.zeros_like(score), penalty=penalty)
+        else:
+            total = relative(score, penalty=penalty)
+        if not self.whiten:
+            return total
+        compared = acted.any(1) if score.ndim == 1 else mask
+        return F.standardize(plain, compared, self.ddof, self.eps, self.process_group, penalty=total - plain)
+
+    def _component_scores(self, tensordict: TensorDictBase, acted: Tensor) -> list[tuple[float, Tensor]]:
+        """The weight of each of ``components``, and what is compared of it, in the shape of the
+        score."""
+        mask = self._get(tensordict, "mask")
+        rewards = (
+            (weight, numbers_of(tensordict, "components", name)) for name, weight in (self.components or {}).items()
+        )
+        return [(weight, self.score(reward, mask, acted)) for weight, reward in rewards]
+
+    def states(self, tensordict: TensorDictBase) -> Tensor:
+        """The state before each turn, as a number ``[B, T]`` int64 that is equal for turns in the
+        same state.
+
+        Raises:
+            KeyError: the rows have no extra of that name.
+            TypeError: the extra is a number.
+        """
+        num_turns = self._get(tensordict, "mask").shape[1]
+        numbered = {"prefix": F.prefix_states, "observation": F.observation_states}.get(self.state)
+        if numbered is not None:
+            return numbered(self._get(tensordict, "tokens"), self._get(tensordict, "turn_ids"), num_turns)
+        extras = keys.turn_extras(tensordict)
+        if self.state not in extras:
+            raise KeyError(
+                f"state={self.state!r} is no extra of these rows, which have {sorted(extras)}: give one that the environment "
+                'declares as text, "prefix" or "observation".'
+            )
+        if extras[self.state].is_floating_point():
+            raise TypeError(f"The extra {self.state!r} is a number; expected a text (declared as str) as the state.")
+        return extras[self.state]
