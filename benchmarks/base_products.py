@@ -47,8 +47,8 @@ def make_rows(count: int) -> TensorDict:
 
 
 def make_losses() -> dict[str | None, LLMGRPOLoss]:
-    """With all products in float32, and with those of the base in bfloat16; adapters have the same
-    random weights."""
+    """With all products in float32, and with the products of the base in bfloat16; adapters have
+    the same random weights."""
     losses = {}
     for products in (None, "bfloat16"):
         torch.manual_seed(0)

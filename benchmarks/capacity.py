@@ -6,7 +6,7 @@ simulated collector.
 
 Nothing here was measured on these machines. A GPU has the rates of its data sheet times the shares
 of them that good code reaches (:class:`GPU`); a model is its numbers (:class:`Model`);
-conversations are those of a game (:class:`Game`). On one GPU sampling and learning take turns. On
+conversations come from a game (:class:`Game`). On one GPU sampling and learning take turns. On
 more they go on at the same time, on GPUs of their own, divided so that neither waits for the other.
 """
 
@@ -220,7 +220,7 @@ def simulated_share(each: Layout, *, batches: int = 4) -> float:
     """Iterations per second of a simulated collector with its part of the engines, over what
     :class:`Layout` says.
 
-    Its part is that of one learner, one engine at least. Groups are not simulated.
+    Its part is one learner, one engine at least. Groups are not simulated.
     """
     engines = max(1, round(each.engines / each.learners))
     alone = replace(each, engines=engines, batch=max(1, each.batch * engines // each.engines))

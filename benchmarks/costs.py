@@ -90,7 +90,7 @@ def request(step_s: float, *, messages: int = 150) -> float:
 
 
 def measured_costs(env: GEMEnv, policy: TimedPolicy, *, episodes: int) -> Costs:
-    """Those of a worker; what the collecting process does has its defaults.
+    """The times of a worker; what the collecting process does has its defaults.
 
     Args:
         env: a worker's environment.

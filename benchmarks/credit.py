@@ -23,7 +23,7 @@ the tables and plots of ``docs/results/credit.md`` for which there are data.
 ``study`` compares eight estimators in four worlds (:mod:`torchrl_llm.testing.credit_worlds`), each
 of which separates some of them. ``register`` writes hypotheses, seeds, settings and rules
 (:mod:`credit_study.registered`), which are committed before ``run`` starts; ``run`` uses all cores
-and goes on where it was interrupted; ``report`` writes tables, plots and
+and continues where it was interrupted; ``report`` writes tables, plots and
 ``docs/results/data/credit.json``.
 
 ``real`` asks once of a real model whether its ranking holds (:mod:`credit_study.real_model`):

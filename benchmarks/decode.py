@@ -6,7 +6,7 @@
 
 Prints one JSON object: CPU-seconds of each side's first turn, with the compiler in it, the medians
 for a token of all rows, the median of the pairs' ratios (without over with: above 1 is faster), and
-an interval, which is that of all pairs but the lowest and the highest.
+an interval, which holds all pairs but the lowest and the highest.
 """
 
 import argparse

@@ -9,7 +9,7 @@ game that a scripted player plays with random legal moves for eight turns, ``--g
 ``--group`` times each, encoded by a tokenizer trained on its texts; a forward, and a backward of
 the sum of the log-probs, on a random model in the shape of a real one (``benchmarks/learn.py``).
 
-Prints one JSON object: ``speedup``, the median over the rounds; ``rounds``, that of each;
+Prints one JSON object: ``speedup``, the median over the rounds; ``rounds``, the speedup of each;
 ``shared``, the tokens of the rows over the tokens of their trie, the most that could be saved; and
 ``turns``, of an episode.
 """
@@ -77,7 +77,7 @@ GAMES: dict[str, tuple[str, Callable[[str], list[str]]]] = {
 
 
 def say(moves: Callable[[str], list[str]], episode: int, turn: int, context: str) -> str:
-    """A random legal move; that of an episode and a turn is always the same."""
+    """A random legal move; the move of an episode and a turn is always the same."""
     return f"\\boxed{{{random.Random(f'{episode}:{turn}').choice(moves(context))}}}"
 
 

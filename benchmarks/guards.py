@@ -4,10 +4,10 @@
     OMP_NUM_THREADS=1 python benchmarks/guards.py --seeds 8 --jobs 2
     OMP_NUM_THREADS=1 python benchmarks/guards.py --guard amsgrad --seeds 8
 
-The runs are those of ``learning.py --seeds N --algo LLMREINFORCE`` but for the guard. The last four
-are not in the library: they are what a user would write to try them, an optimizer option, a hook of
-the optimizer, an estimator. Writes the runs and ``summary.md`` to ``--output-dir``. Finished runs
-are not repeated.
+The runs are the same as of ``learning.py --seeds N --algo LLMREINFORCE`` but for the guard. The
+last four are not in the library: they are what a user would write to try them, an optimizer option,
+a hook of the optimizer, an estimator. Writes the runs and ``summary.md`` to ``--output-dir``.
+Finished runs are not repeated.
 """
 
 import argparse

@@ -5,7 +5,7 @@ weights.
     OMP_NUM_THREADS=1 python benchmarks/learning.py --seeds 20 --jobs 2
     OMP_NUM_THREADS=1 python benchmarks/learning.py --world key-and-door --algo GRPO --seed 0
 
-The settings are those of ``examples/configs/tiny_*.yaml``. The win rate is that of 512 sampled
+The settings are in ``examples/configs/tiny_*.yaml``. The win rate is taken over 512 sampled
 episodes (2,048 with ``--seeds``) at temperature 1 on tasks that are played once before and once
 after training, and used for nothing else: no evaluation stops the run or selects weights. Writes
 ``result.json``, ``metrics.csv`` and ``report.html`` to ``--output-dir``.
@@ -19,7 +19,7 @@ of its own, ``--jobs`` at a time, and writes the distribution over seeds: ``summ
 ``summary.json`` and ``learning.png``, and in ``runs.json`` every run with its learning curve. The
 seeds are drawn and not chosen: they are the 32-bit words (big-endian) of the SHA-256 of the text
 ``--draw``, then of that text with ``:1``, ``:2``, ... after it. Finished runs are not repeated, and
-those of other settings are an error; interrupted ones begin again.
+runs of other settings are an error; interrupted ones begin again.
 """
 
 import argparse
@@ -215,7 +215,7 @@ def read(folder: Path) -> dict:
     rows = read_metrics(folder / "metrics.csv")
     if not rows:
         raise ValueError(
-            f"{folder / 'metrics.csv'} has no rows: expected those of a finished run; delete {folder} to train it again"
+            f"{folder / 'metrics.csv'} has no rows: expected the rows of a finished run; delete {folder} to train it again"
         )
     wins, games = ([row[f"rollout/{name}"] for row in rows] for name in ("success", "episodes"))
     return json.loads((folder / "result.json").read_text()) | {"wins": wins, "games": games}

@@ -27,7 +27,7 @@ from torchrl_llm.modules import load_actor_critic
 from torchrl_llm.objectives import LLMReinforceLoss
 
 SIZES = {"135M": (576, 30, 9, 3, 1_536), "360M": (960, 32, 15, 5, 2_560)}
-"""Name -> hidden size, layers, heads, heads of keys and values, width of the MLP: those of
+"""Name -> hidden size, layers, heads, heads of keys and values, width of the MLP: as in
 SmolLM2."""
 
 BUDGETS = {"512": (512, False), "2,048": (2_048, False), "2,048, gradient_checkpointing": (2_048, True)}

@@ -35,7 +35,7 @@ def in_process(script: str, checkout: Path, cases: list[str]) -> dict[str, float
 
 
 def main(script: str, doc: str | None, cases: Iterable[str], measure: Callable[[str], float]) -> None:
-    """The command line of a script: print the seconds of each case, or those of two checkouts."""
+    """The command line of a script: print the seconds of each case, or of two checkouts."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="a checkout of the commit to compare with")
     parser.add_argument("--pairs", type=int, default=9, help="default 9")

@@ -5,11 +5,11 @@
 Real processes of ``torch.distributed`` (gloo), with the collector, the worker and the engine of
 ``scaling.py``. In an iteration each collects its share of the batch, 16 conversations a slot,
 sleeps for an update, sums 1 MB of gradients with the others, and sends new weights. So they meet
-once an iteration, as those of the trainer do: ``on_policy``, and ``stale``, with
+once an iteration, as the trainer's do: ``on_policy``, and ``stale``, with
 ``max_staleness=1``.
 
 Of each number of processes: tokens and conversations per second of all together, ``of_linear``
-(over those of one process times their number), ``waiting`` (share of the time in which a process
+(over the rate of one process times their number), ``waiting`` (share of the time in which a process
 waits for others), the milliseconds of CPU that a conversation takes in the process that collects it
 and in its worker, and ``cpu``, their share of the machine's CPUs. Medians over the rounds.
 

@@ -252,7 +252,7 @@ contexts; it encodes each context anew, which is why keeping the KV cache betwee
 as often as the algorithm trains on them (actor, and critic if there is one), LM head on action positions only; ours also scores the reference
 and, for LLMPPO, the values. It computes the tokens that rows share [once](learn.md), which the raw limit does not.
 
-Peak memory is that of two iterations, before any raw limit runs: a process's mark never falls, and the raw limit of learning holds the activations
+Peak memory is measured over two iterations, before any raw limit runs: a process's mark never falls, and the raw limit of learning holds the activations
 of all rows at once.
 
 Machine: {machine}. Absolute figures depend on it and on its load; the ratios are of one run.
@@ -326,7 +326,7 @@ tokens with an environment that answers at once.
 | stale | `max_staleness=1`, {stale_per_slot} conversations for each slot in a batch, an update of {update_s} s after each |
 | in_process | on_policy with `AsyncTurnCollector` in one process: what Ray costs at all |
 
-With four workers: `on_policy` and `stale` tokens per second over four times those with one, `same_batch` over those of the simulation:
+With four workers: `on_policy` and `stale` tokens per second over four times the rate with one, `same_batch` over the rate of the simulation:
 
 {targets}
 
@@ -338,7 +338,7 @@ conversations a slot plays in a batch, the less its end weighs: {per_slot} in on
 worker more. On-policy batches with one or two conversations a slot take as long as their longest conversation, here as anywhere;
 `max_staleness` is for these.
 
-*Of the simulation*: tokens per second over those of {{py:mod}}`torchrl_llm.testing.simulation`. It is given no throughput, and what these cost,
+*Of the simulation*: tokens per second over the rate of {{py:mod}}`torchrl_llm.testing.simulation`. It is given no throughput, and what these cost,
 each measured alone (`benchmarks/costs.py`): a step of the engine ({step:.2f} ms), what the worker's process does for a turn while
 its engine waits ({turn:.1f} ms, in one process without Ray), and what it does between an answer and the next request, which is there
 ({request:.1f} ms, with an actor of Ray that only sleeps). The largest difference is {gap:.0%}.

@@ -30,16 +30,16 @@ tokens to spread a turn's fixed costs over.
 
 Of each contender: wall and CPU seconds of the process; ``engine_s``, the seconds inside vLLM's
 ``add_request`` and ``step``; ``policy_s``, those inside the policy, the engine included;
-``waits_s``, those of waiting for environments with nothing else to do. The ratios are medians over
-the rounds, each of figures of one round:
+``waits_s``, seconds of waiting for environments with nothing else to do. The ratios are medians
+over the rounds, each of figures of one round:
 
-- ``policy_over_raw``: the seconds of ``policy`` over those of ``raw``, less 1;
+- ``policy_over_raw``: the seconds of ``policy`` over the seconds of ``raw``, less 1;
 - ``async_over_barrier``: how many times faster ``async`` is;
 - ``async_of_bound``: the bound over the seconds of ``async``. The bound is the larger of two times:
   the engine's (``engine_s`` of ``async``) and ``longest_s``, the longest episode's, played alone:
   the latencies of its calls, and its tokens at the speed at which the engine answers an only
-  request. Smaller batches raise the engine's time, so it is to be compared with that of the other
-  contenders.
+  request. Smaller batches raise the engine's time, so it is to be compared with the time of the
+  other contenders.
 
 Prints one JSON object.
 """
@@ -168,7 +168,7 @@ class Stock:
     def __init__(self, env: GEMEnv, policy: VLLMPolicy, *, batch_size: int) -> None:
         n = env.batch_size[0]
         if batch_size % n:
-            raise ValueError(f"{batch_size} episodes are no multiple of {n} slots, which the stock collector needs.")
+            raise ValueError(f"{batch_size} episodes are not a multiple of {n} slots, which the stock collector needs.")
         self._batches = batch_size // n
         share_stop_ids(env, policy)  # the other collectors do so
         # trust_policy: the policy is handed over as it is.

@@ -7,7 +7,7 @@ processes of their own.
         --cases draw-64x65536 draw-64x152064
 
 Prints one JSON object: for each case the medians of both sides, the median of the pairs' ratios
-(before over after: above 1 is faster), and an interval, which is that of all pairs but the lowest
+(before over after: above 1 is faster), and an interval, which holds all pairs but the lowest
 and the highest.
 """
 

@@ -20,7 +20,7 @@ worlds:
 
 One number of workers plays after the other, all rounds, so that no other workers take memory (0.4
 GB each). Of each number: tokens per second of the wall clock, ``of_linear`` (its tokens per second
-over those of one worker times their number), ``of_engine`` (the share of the tokens that engines
+over the rate of one worker times their number), ``of_engine`` (the share of the tokens that engines
 could have said whose slots are never free), and ``driver_cpu_ms``, the milliseconds of CPU that an
 episode takes in the process that collects. Medians over the rounds, each of figures of one round.
 
@@ -70,7 +70,7 @@ class Setting:
         step_s: seconds of an engine's step.
         per_slot: conversations for each slot in a batch of ``on_policy``.
         same_batch: conversations in a batch of ``same_batch``.
-        stale_per_slot: those of ``stale``.
+        stale_per_slot: of ``stale``.
         stale_batches: batches that are measured in ``stale``, after one that is not.
         update_s: seconds of an update in ``stale``.
         rounds: how often everyone plays.

@@ -12,7 +12,7 @@ role-relative advantages, both seats learn from every game. Then the trained wei
 against their frozen start, and against two scripted players, with seats swapped from game to game,
 on games used for nothing else.
 
-The seeds are drawn and not chosen, as those of ``learning.py``: 32-bit words of the SHA-256 of
+The seeds are drawn and not chosen, as in ``learning.py``: 32-bit words of the SHA-256 of
 ``--draw``. Finished runs (they have a ``result.json``) are not repeated. ``--report`` writes the
 table of ``docs/results/self_play.md``.
 """

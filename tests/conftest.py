@@ -29,7 +29,7 @@ _NEEDED = {
 }
 collect_ignore_glob = [pattern for package, pattern in _NEEDED.items() if not find_spec(package)]
 
-# A busy machine is no failure; pytest-timeout catches what hangs.
+# A busy machine is not a failure; pytest-timeout catches what hangs.
 settings.register_profile("default_without_deadline", deadline=None)
 settings.load_profile("default_without_deadline")
 

@@ -121,7 +121,7 @@ FAULTS = {
         "kl_coeff = None",
         "tests/objectives/test_algorithms.py",
     ),
-    "the first token of a response is no action": Fault(
+    "the first token of a response is not an action": Fault(
         "data/rows.py",
         "row[keys.TURN_IDS][place] = number",
         "row[keys.TURN_IDS][place.start + 1 : place.stop] = number",
@@ -225,7 +225,7 @@ FAULTS = {
         "torch.randperm(count, generator=generator, device=batch.device)",
         "tests/gpu_laws/test_laws.py",
     ),
-    "autocast is that of the host": Fault(
+    "autocast is the host's": Fault(
         "trainers/update.py",
         "with self.distributed.accelerator.autocast():",
         'with torch.autocast("cpu", dtype=torch.bfloat16):',

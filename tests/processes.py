@@ -33,7 +33,7 @@ class Script:
 
     Args:
         arguments: the script and its arguments.
-        environment: variables added to those of this process.
+        environment: variables added to this process's.
         output: a path; what the process writes goes to it, with ".out" and ".err" added.
     """
 

@@ -27,7 +27,7 @@ SMALL = {
 
 
 ALGORITHMS = {"LLMPPO": {}, "LLMREINFORCE": {}, "GRPO": {"group_size": 4}}
-"""Those of reinforcement learning, with a KL and ratios, and what they need."""
+"""The algorithms of reinforcement learning, with a KL and ratios, and what they need."""
 EVERY_ALGORITHM = ALGORITHMS | {"SFT": {"demonstrations": "guess_by_half_the_hints"}}
 
 

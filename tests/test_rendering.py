@@ -1,4 +1,4 @@
-"""Conversations as text: today's date, which is that of the clock, or another day for a run."""
+"""Conversations as text: today's date, which the clock says, or another day for a run."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ def test_the_picture_is_true():
     for line in tree.splitlines():
         names = re.match(r"( *)((?:[\w.]+/?(?: |$))+)", line)
         if names is None or len(names[1]) > 4:
-            continue  # a line that goes on
+            continue  # a line that continues
         for name in names[2].split():
             if not (name.endswith(("/", ".py"))):
                 break
@@ -269,4 +269,4 @@ def test_what_the_planted_faults_replace_is_there_once():
 
 def test_no_two_files_of_tests_have_one_name():
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
-    assert sorted(set(names)) == sorted(names), "pytest collects only the first: their folders are no packages"
+    assert sorted(set(names)) == sorted(names), "pytest collects only the first: their folders are not packages"

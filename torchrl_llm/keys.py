@@ -221,7 +221,7 @@ def row_axis(name: NestedKey, value: Tensor) -> Axis:
     if value.ndim == 1:
         return "row"
     raise KeyError(
-        f"{name!r} {tuple(value.shape)} is no key of the library, and whether its second dimension counts tokens or turns is "
+        f"{name!r} {tuple(value.shape)} is not a key of the library, and whether its second dimension counts tokens or turns is "
         "not known. Declare it: torchrl_llm.keys.declare_row_key(KeySpec(name, axis, dtype, writer, meaning))."
     )
 

@@ -131,7 +131,7 @@ def success_curve(run: Path) -> tuple[list[float], list[float]]:
     rows = read_metrics(run / "metrics.csv")
     if not rows:
         raise ValueError(
-            f"{run / 'metrics.csv'} has no rows: expected those of a finished run; delete {run} to train it again"
+            f"{run / 'metrics.csv'} has no rows: expected the rows of a finished run; delete {run} to train it again"
         )
     games, wins = ([row[f"rollout/{name}"] for row in rows] for name in ("episodes", "success"))
     return games, wins

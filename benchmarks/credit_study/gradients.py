@@ -59,7 +59,7 @@ class Estimator:
         name: in tables and plots.
         algo: the loss.
         options: of the loss.
-        critic: whose values the rows carry: ``"exact"``, ``"random"``, those of a number of
+        critic: whose values the rows carry: ``"exact"``, ``"random"``, values of a number of
             continuations of each state, or none.
     """
 
@@ -223,7 +223,7 @@ def compare_gradients(game: str, policy: int, batches: int, sizes: list[int]) ->
     """Every estimator on the same batches of one policy: ``{game, estimator, policy, size, batches,
     turns, **summary}`` each.
 
-    ``turns`` is how many the policy samples for a batch, with those of continuations.
+    ``turns`` is how many the policy samples for a batch, with the turns of continuations.
     """
     mdp = EnumerableMDP(game=GAMES[game], max_turns=None)
     actor, critic = TokenScorer(tiny_lm(policy)), random_critic(policy + 1000)
@@ -240,7 +240,7 @@ def compare_gradients(game: str, policy: int, batches: int, sizes: list[int]) ->
         for estimator in ESTIMATORS:
             loss, turns, sampled_value = estimator.build(actor, critic), own, None
             if isinstance(estimator.critic, int):
-                # Another seed than that of the batches: with the same one the values would not be
+                # Another seed than the batches have: with the same one the values would not be
                 # independent of them.
                 generator = torch.Generator().manual_seed(policy + 2000)
                 sampled_value = continuations.sample(index, GROUP, estimator.critic, generator)

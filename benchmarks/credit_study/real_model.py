@@ -77,8 +77,8 @@ PAIRS = [
     ("PPO 0.95", "PPO 1"),
     ("PPO 0.95", "ReBN"),
 ]
-"""The pairs that are tested: those of the study's H2 (the first three), H3, H1 and H4, as far as
-they are about one choice."""
+"""The pairs that are tested: the pairs of the study's H2 (the first three), H3, H1 and H4, as far
+as they are about one choice."""
 
 EXPECTED = (
     "A game is paid at its end alone (0.1 is taken for an illegal turn, which the warm start has made rare), it ends by itself, and there is no luck but the "
@@ -212,7 +212,7 @@ def success(result: dict[str, Any]) -> float:
 
 
 def sign_flip_p(differences: np.ndarray) -> float:
-    """The share of all changes of signs whose sum is as far from 0 as that of the differences.
+    """The share of all changes of signs whose sum is as far from 0 as the sum of the differences.
 
     >>> sign_flip_p(np.array([1.0, 1.0, 1.0]))
     0.25
@@ -235,7 +235,7 @@ def holm(p_values: list[float]) -> list[float]:
 
 
 def by_number(better: dict[str, Any], worse: dict[str, Any]) -> np.ndarray:
-    """The games won by one less those of the other, for each secret number."""
+    """The games won by one less the games won by the other, for each secret number."""
     won = [np.array([int(each) for each in run["outcomes"]]) for run in (better, worse)]
     return np.bincount(better["numbers"], weights=won[0] - won[1])
 

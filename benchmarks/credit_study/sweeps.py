@@ -1,7 +1,7 @@
 """What one choice does to a gradient: lambda and the critic, group size, batch statistics,
 staleness and its correction.
 
-The games are those of :mod:`credit_study.gradients`. Where conversations do not depend on each
+The games come from :mod:`credit_study.gradients`. Where conversations do not depend on each
 other (a critic, old samples) every figure is exact: the gradient of each conversation, weighted by
 its probability. Groups and batch statistics are drawn.
 """
@@ -154,7 +154,7 @@ def groups(game: str, policy: int, batches: int) -> Iterator[dict]:
 
 
 def whitening(game: str, policy: int, batches: int) -> Iterator[dict]:
-    """Statistics of the batch against its size; the noise is that of a batch of that size."""
+    """Statistics of the batch against its size; the noise is given for a batch of that size."""
     mdp = EnumerableMDP(game=GAMES[game], max_turns=None)
     actor, critic = TokenScorer(tiny_lm(policy)), random_critic(policy + 1000)
     rows, truth, scores = mdp.rows(actor), mdp.policy_gradient(actor), token_scores(mdp, actor)

@@ -1,8 +1,8 @@
 """Attention on a GPU: which kernels run, what a new shape costs, and whether masked gradients are
 finite.
 
-Shapes are those of this library's calls: a stage of shared prefixes in an update (all queries of a
-group of heads side by side, one mask), and a step of :class:`~torchrl_llm.modules.HFPolicy` (one
+Shapes are taken from this library's calls: a stage of shared prefixes in an update (all queries of
+a group of heads side by side, one mask), and a step of :class:`~torchrl_llm.modules.HFPolicy` (one
 query for each row). Each is measured as the library calls it, inside
 :func:`~torchrl_llm.modules.kernels.attention_kernels`, and as PyTorch chooses by itself.
 """

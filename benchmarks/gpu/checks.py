@@ -162,14 +162,14 @@ def losses_agree(place: Place, there: Place, dtype: str, bound: float, iteration
         first.close()
         second.close()
     here, expected = torch.tensor(found).unbind(1)
-    # A loss near 0 is a sum of what cancels: its size is that of the largest.
+    # A loss near 0 is a sum of what cancels: its size is taken from the largest.
     gaps = ((here - expected).abs() / expected.abs().amax(0).clamp(min=1e-3)).amax(0)
     figures = {"largest": gaps.max().item()} | dict(zip(names, gaps.tolist(), strict=True))
     return expect(figures, largest=bound)
 
 
 def checkpoint_resume(place: Place) -> dict[str, float]:
-    """A run that stops after its second of three iterations and goes on ends where the whole one
+    """A run that stops after its second of three iterations and continues ends where the whole one
     does."""
     saved = {"save_checkpoints": True, "checkpoint_interval": 1}
     whole = place.run("whole", max_iterations=3, **saved)
@@ -274,7 +274,7 @@ def checks(place: Place) -> dict[str, Part]:
     return {
         "sampler is scorer, float32": partial(sampler_is_scorer, place, "float32", 1e-4),
         "sampler is scorer, bfloat16": partial(sampler_is_scorer, place, "bfloat16", 2e-2, mixed_precision="bf16"),
-        "gradient is that of the CPU": partial(gradients_agree, place, "cpu", cpu, {}),
+        "gradient equals the CPU's": partial(gradients_agree, place, "cpu", cpu, {}),
         "gradient with shared prefixes of 600 tokens": partial(
             gradients_agree, place, "shared", place, {"share_prefixes": False}, computed=0.6, **shared
         ),

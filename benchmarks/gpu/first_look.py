@@ -39,7 +39,7 @@ CALLS = (
     Call("sampler", "test", "sampler", "log-probs of sampler and scorer, in float32 and bfloat16"),
     Call("gradient", "test", "gradient", "gradients against the CPU's, with and without sharing"),
     Call("losses", "test", "losses", "ten iterations against the CPU's"),
-    Call("test", "test", "", "all checks; those of before are quick"),
+    Call("test", "test", "", "all checks; checks of before are quick"),
     Call("iteration-small", "bench", "iteration: Qwen2.5-0.5B, hf", "where the time goes with HFPolicy"),
     Call("update-small", "bench", "update: Qwen2.5-0.5B", "updates: sharing, dtypes, contexts, chunks"),
     Call("decode", "bench", "decode", "a step of HFPolicy at 64 and 256 rows"),

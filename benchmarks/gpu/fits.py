@@ -40,8 +40,8 @@ def asleep(share: float) -> dict[str, Any]:
 
 
 class Case(NamedTuple):
-    """A card, a model, settings beside those of all cases, and processes that share the weights
-    (FSDP2)."""
+    """A card, a model, settings beside the settings of all cases, and processes that share the
+    weights (FSDP2)."""
 
     card: str
     model: str

@@ -56,9 +56,9 @@ class Arithmetic:
     without a wait.
 
     A layer's products are 2 operations for each weight and token in a forward, as many again in a
-    backward for the gradients of its inputs, and again for those of its weights if they train.
-    Attention is counted over half of the mean context. What gradient checkpointing computes again
-    is not counted.
+    backward for the gradients of its inputs, and again for the gradients of its weights if they
+    train. Attention is counted over half of the mean context. What gradient checkpointing computes
+    again is not counted.
     """
 
     def __init__(self, run: Any) -> None:
@@ -232,7 +232,7 @@ def first_turn(rows: int, prompt: int) -> TensorDict:
 
 
 def memory(place: Place, model: str, rows: int, **settings: Any) -> dict[str, Any]:
-    """By ``max_tokens``: GiB that an update reserves and allocates, and those of the estimate,
+    """By ``max_tokens``: GiB that an update reserves and allocates, and what the estimate says,
     without what is sampled."""
     run = place.run(f"memory-{model}", **groups(place, model, rows=rows) | LORA | {"share_prefixes": False} | settings)
     found: dict[str, Any] = {}

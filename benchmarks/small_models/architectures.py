@@ -185,7 +185,7 @@ def _defaults(config_class: Any) -> dict[str, Any]:
 
 
 def _shrunk(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields to change, those of nested configurations included."""
+    """The fields to change, fields of nested configurations included."""
     found: dict[str, Any] = {}
     layers = next((fields[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if fields.get(name)), 0)
     kept = _kept_layers(fields, layers)
@@ -317,8 +317,8 @@ def check_sampler(model: Any, scorer: TokenScorer, plain: Any, *, adapter: str |
 
 
 def check_scorer(scorer: TokenScorer, critic: TurnCritic, plain: Any) -> None:
-    """Rows of very different lengths in one batch: log-probs and values are those of each row
-    alone."""
+    """Rows of very different lengths in one batch: log-probs and values equal the results of each
+    row alone."""
     rows = [_random_ids(n, seed=i) for i, n in enumerate((30, 90, 8, 60))]
     actions = [[(4, 9), (len(row) - 3, len(row))] for row in rows]
     actions[2] = [(2, 5)]
@@ -506,13 +506,13 @@ def table(found: dict[str, dict[str, Finding]]) -> str:
         f"Every causal language model type of transformers {transformers.__version__}, as a tiny random model with windows "
         f"of {WINDOW} tokens: {summary}.",
         "",
-        "- **sampler**: `HFPolicy` plays three turns of ragged rows; its log-probs are those of the scorer and of the model's "
+        "- **sampler**: `HFPolicy` plays three turns of ragged rows; its log-probs equal the log-probs of the scorer and of the model's "
         "own forward on each row alone.",
-        "- **scorer**: log-probs of `TokenScorer` and values of `TurnCritic` in a batch of very different rows are those of "
+        "- **scorer**: log-probs of `TokenScorer` and values of `TurnCritic` in a batch of very different rows equal the numbers of "
         "each row alone.",
         '- **LoRA**: with `target_modules="all-linear"` and perturbed adapters the reference is the untouched base, and the '
         "critic's gradient stays out of the actor.",
-        "- **shared**: log-probs, values and gradients of rows that fork are those of the rows one by one. Where a type is said to "
+        "- **shared**: log-probs, values and gradients of rows that fork equal the results of the rows one by one. Where a type is said to "
         "compute *rows*, nothing is shared, which the library says when it loads the model.",
         "",
         "Refused means an error that says why, before anything is computed with. A type that is refused as a sampler "

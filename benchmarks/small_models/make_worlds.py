@@ -1,7 +1,7 @@
 """Make a small model for a world: ``python benchmarks/small_models/make_worlds.py --world coins
 --out DIR --seed 0``.
 
-The worlds are those of :mod:`torchrl_llm.testing.worlds`. The model is a Qwen2 of about 0.11 M
+The worlds come from :mod:`torchrl_llm.testing.worlds`. The model is a Qwen2 of about 0.11 M
 parameters over whole words that clones scripted players (:mod:`make_tiny_guess` does the same for
 GuessTheNumber): first the best one, so that it learns the rules quickly, then one that forgets now
 and then. The start plays legally and wins about half of its episodes.
@@ -104,7 +104,7 @@ def make(name: str, *, seed: int, recipe: Recipe | None = None) -> tuple[Qwen2Fo
     Args:
         name: one of :data:`~torchrl_llm.testing.worlds.WORLDS`.
         seed: of the initial weights and the cloned episodes.
-        recipe: default: that of :data:`RECIPES`.
+        recipe: default: the one of :data:`RECIPES`.
     """
     recipe = recipe or RECIPES[name]
     tokenizer = word_tokenizer(WORLDS[name].WORDS)

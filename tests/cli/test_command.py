@@ -112,12 +112,12 @@ class TestWrongInput:
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
-            (["trian"], "'trian' is no command. Did you mean 'train'?"),
-            (["train", "--max-stepz", "3"], "--max_stepz is no setting. Did you mean '--max_steps'?"),
+            (["trian"], "'trian' is not a command. Did you mean 'train'?"),
+            (["train", "--max-stepz", "3"], "--max_stepz is not a setting. Did you mean '--max_steps'?"),
             (["train", "--config", "no.yaml"], "The settings file 'no.yaml' cannot be read: No such file"),
             (["train", "--config", "."], "The settings file '.' cannot be read: Is a directory"),
-            (["train", "--config", "binary.yaml"], "this is no text in UTF-8"),
-            (["train", "--config", "broken.yaml"], "broken.yaml, line 3: this is no YAML"),
+            (["train", "--config", "binary.yaml"], "this is not text in UTF-8"),
+            (["train", "--config", "broken.yaml"], "broken.yaml, line 3: this is not YAML"),
             (["train", "--model-path", "./nowhere"], "model_path is './nowhere': there is no such folder"),
             (["train", "--algo", "GRPO"], "group_size=1, expected at least 2"),
             (["train", "--model-path=tiny", "--env=game:GuesTheNumber"], "Did you mean one of ['game:GuessTheNumber"),
@@ -125,7 +125,7 @@ class TestWrongInput:
             (["eval", "./nowhere"], "The checkpoint is './nowhere': there is no such folder"),
             (["eval", "empty"], "empty holds no checkpoint and no model"),
             (["eval", "tiny", "--episodes", "0"], "--episodes is 0; expected an integer, at least 1"),
-            (["eval", "tiny", "--epochs", "2"], "--epochs is no flag."),
+            (["eval", "tiny", "--epochs", "2"], "--epochs is not a flag."),
             (["eval", "tiny", "--env", "game:Wordl-v0"], "GEM has no environment 'game:Wordl-v0'. Did you mean"),
             (["report", "nowhere"], "The run is 'nowhere': there is no such folder"),
             (["doctor", "--epochs=0"], "--epochs is 0; expected an integer, at least 1"),
@@ -254,7 +254,7 @@ class TestEval:
         assert found["success_ci95"] == result["success_ci95"]
         assert found["task_overlap"] == result["evaluation_task_overlap"] > 0
         assert found["env_name"] == "game:GuessTheNumber-v0-easy"
-        # Paired with both evaluations of the run, and with that of any other checkpoint.
+        # Paired with both evaluations of the run, and with the evaluation of any other checkpoint.
         before = json.loads((run / "evaluation_before.json").read_text())
         assert (found["task_digest"], len(found["outcomes"])) == (before["task_digest"], found["episodes"])
         assert found["beginnings"] == before["beginnings"]

@@ -179,7 +179,7 @@ class TestChat:
         assert len(lines) == 4
         assert lines[2] == "(another conversation)"
         assert lines[0] == lines[3]  # greedy, and the context is another's
-        assert done.stderr == "'/rest' is no command. Did you mean '/reset'?\n"
+        assert done.stderr == "'/rest' is not a command. Did you mean '/reset'?\n"
         assert "\x1b" not in done.stdout
 
     def test_input_that_is_no_text_is_a_message_all_the_same(self, tmp_path):

@@ -214,7 +214,7 @@ class TestNoBarrier:
         env = make(num_envs=2, max_output_tokens=64, max_model_len=1024)
         collector = collect(env, policy, batch_size=13, num_threads=num_threads)
         poll = policy.poll
-        # What is a moment for the environment is no time at all for the clock.
+        # What is a moment for the environment takes no time at all for the clock.
         policy.poll = lambda: (wait_until(lambda: not collector._executor.pool._unfinished), poll())[1]
         collector.rollout()
         assert 60 <= policy.steps <= 64, "66 when each episode waits for a step"

@@ -1,5 +1,5 @@
-"""SelfPlayCollector: every seat's episode is that of a plain loop over the game, whatever runs
-beside it."""
+"""SelfPlayCollector: every seat's episode is the same as in a plain loop over the game, whatever
+runs beside it."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class TestPassed:
 
     def rows(self):
         env = make_env(partial(TakeAway, 6, 6), num_envs=4)
-        # The first player of every second game says what is no move.
+        # The first player of every second game says what is not a move.
         policy = says(lambda episode, turn: "7" if episode % 4 == 0 else "1")
         collector = SelfPlayCollector(env, policy, batch_size=4)
         return collector.rollout(), collector

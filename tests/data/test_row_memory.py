@@ -40,7 +40,7 @@ def peak_of_rows(num_episodes: int) -> tuple[int, int]:
 
 
 def test_rows_and_what_makes_them_fit_into_forty_bytes_a_token():
-    # A process of its own: the peak of this one is that of the tests before.
+    # A process of its own: the peak of this one was set by the tests before.
     script = "from test_row_memory import peak_of_rows; print(*peak_of_rows(128))"
     here = __file__.rpartition("/")[0]
     done = subprocess.run([sys.executable, "-c", script], cwd=here, capture_output=True, text=True, check=False)

@@ -106,10 +106,10 @@ WRONG = {
     "no messages": ({"reward": 1.0}, r"found \['reward'\]; expected an object with messages"),
     "a misspelt field": (
         {"messages": [ASKED, SAID], "rewards": 1},
-        "it has rewards, which is no field. Did you mean 'reward'",
+        "it has rewards, which is not a field. Did you mean 'reward'",
     ),
     "messages of text": ({"messages": json.dumps([ASKED, SAID])}, "is text; expected a list of messages .json.loads"),
-    "messages of nothing": ({"messages": 3}, "3 is no list of messages"),
+    "messages of nothing": ({"messages": 3}, "3 is not a list of messages"),
     "a pair of answers": ({"prompt": [ASKED], "chosen": [SAID], "rejected": [SAID]}, "it has rejected, and pairs.*DPO"),
     "Alpaca's fields": (
         {"instruction": "Add.", "input": "2 + 2", "output": "4"},
@@ -150,15 +150,15 @@ WRONG = {
     ),
     "a part that is an image": (
         {"messages": [ASKED | {"content": [{"type": "image_url", "image_url": {}}]}, SAID]},
-        "is no message.*of a list of parts only text is read",
+        "is not a message.*of a list of parts only text is read",
     ),
     "a system that is not the run's": (
         {"system": "Be brief.", "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "4"}]},
         "its system message is 'Be brief.', and the run's is None: set system_prompt to it",
     ),
-    "a message of text": ({"messages": [ASKED, "hi"]}, "'hi' is no message"),
-    "a message without content": ({"messages": [ASKED, {"role": "assistant"}]}, "is no message"),
-    "content in parts": ({"messages": [ASKED, SAID | {"content": [{"text": "4"}]}]}, "is no message"),
+    "a message of text": ({"messages": [ASKED, "hi"]}, "'hi' is not a message"),
+    "a message without content": ({"messages": [ASKED, {"role": "assistant"}]}, "is not a message"),
+    "content in parts": ({"messages": [ASKED, SAID | {"content": [{"text": "4"}]}]}, "is not a message"),
     "a reward of no text": ({"messages": [ASKED, SAID], "reward": ""}, "found '' as reward"),
     "a reward of text": ({"messages": [ASKED, SAID], "reward": "1"}, "expected a number of at most"),
     "a reward of yes": ({"messages": [ASKED, SAID], "reward": True}, "expected a number of at most"),

@@ -89,7 +89,7 @@ class TestRows:
             ([{"prompt": "?", "ground_truth": 1}], "such as question='prompt', answer='ground_truth'"),
             (
                 [{"question": [{"type": "text", "text": "?"}], "answer": 1}],
-                "is no message; expected texts as role and content",
+                "is not a message; expected texts as role and content",
             ),
             ("nowhere.jsonl", "There is no file 'nowhere.jsonl'"),
         ],

@@ -145,7 +145,7 @@ def play(tokenizer):
         slots *= group_size
         env = GEMEnv(games, tokenizer=tokenizer, num_envs=slots, group_size=group_size, **sizes, **kwargs)
         # In this thread the draws lie between the turns; from another one they would lie within
-        # those of a game.
+        # the draws of a game.
         player = partial(script, around=nothing if barrier or not threads else kept_global_rng)
         policy = ScriptedPolicy(player, tokenizer=tokenizer, max_output_tokens=16)
         batch_size = rounds * group_size

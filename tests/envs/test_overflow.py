@@ -252,8 +252,8 @@ class TestModels:
             torch.testing.assert_close(row[keys.BOOTSTRAP_VALUE], expected[0], rtol=0, atol=1e-5)
 
     def test_what_follows_a_cut_off_episode_is_valued_by_its_last_context(self, model):
-        """The value of the rows of a collector is that of the first prompt, the latest turns and
-        all of the last feedback."""
+        """The value of the rows of a collector is the value of the first prompt, the latest turns
+        and all of the last feedback."""
         tokenizer = load_tiny_tokenizer()
         env = make_env(
             lambda: Echo(turns=99), tokenizer=tokenizer, max_model_len=60, max_output_tokens=8, max_turns=5, num_envs=4

@@ -91,8 +91,8 @@ class TestErrors:
             ),
             ("a.jsonl", b'{"a": 1, "a": 2}', "a.jsonl, line 1: the name 'a' is there twice"),
             ("a.json", b'[{"b": [{"a": 1, "a": 1}]}]', "a.json: the name 'a' is there twice"),
-            ("a.parquet", b"PAR1 and then nothing", "a.parquet is no whole parquet file"),
-            ("a.parquet", b"a table", "a.parquet is no whole parquet file"),
+            ("a.parquet", b"PAR1 and then nothing", "a.parquet is not a whole parquet file"),
+            ("a.parquet", b"a table", "a.parquet is not a whole parquet file"),
             (
                 "a.parquet",
                 b"version https://git-lfs.github.com/spec/v1\noid sha256:0",

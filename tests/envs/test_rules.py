@@ -1,4 +1,4 @@
-"""The rules of a game: those of data sets (others are in runs/test_paired_runs.py)."""
+"""The rules of a game: of data sets (others are in runs/test_paired_runs.py)."""
 
 import pytest
 

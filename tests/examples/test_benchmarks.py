@@ -124,7 +124,7 @@ class TestBenchmarks:
         result = json.loads((tmp_path / "out.json").read_text())
         wanted = {"rollout_tok_cpu_s", "learn_tok_cpu_s", "cpu_s_per_iteration", "peak_rss_mb", "padding_share"}
         assert wanted | {"rollout_of_raw", "learn_of_raw"} <= set(result)
-        assert result["peak_rss_mb"] == 500  # ours, not that of the raw limits
+        assert result["peak_rss_mb"] == 500  # ours, not the memory of the raw limits
         assert result["peak_rss_ratio"] == 125
         assert result["rollout_ratio"] == pytest.approx(result["rollout_tok_cpu_s"] / 2, rel=1e-3)
 

@@ -64,7 +64,7 @@ def test_pairs_are_tested_by_number(real_model):
     assert line[2] == "| GRPO per turn over GRPO | +0.200 | 0.002 | 0.012 | yes |"
     assert line[5] == "| GRPO per state over GRPO per turn | -0.200 | 0.002 | 0.012 | the other way |"
     assert line[3] == "| ReBN over GRPO | +0.000 | 1.000 | 1.000 | no |"
-    # One number that is won and another that is lost are no difference, however many games they
+    # One number that is won and another that is lost are not a difference, however many games they
     # are.
     assert real_model.sign_flip_p(np.array([25.0, -25.0] + [0.0] * 8)) == 1.0
 

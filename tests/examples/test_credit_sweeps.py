@@ -1,5 +1,5 @@
-"""The sweeps of the credit study: what must be exact is, and exact figures are those of drawn
-batches."""
+"""The sweeps of the credit study: what must be exact is, and exact figures equal the figures of
+drawn batches."""
 
 from pathlib import Path
 

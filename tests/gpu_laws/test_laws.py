@@ -105,7 +105,7 @@ def test_the_waits_of_an_update_grow_neither_with_layers_nor_with_rows(tmp_path,
 
 def test_no_attention_is_left_to_cudnn(tmp_path, shared):
     """Where it has a mask, its gradient can be NaN; and it plans each new shape. Recomputed
-    forwards are no exception."""
+    forwards are not an exception."""
     with pretended_gpu() as gpu:
         run = run_of(tmp_path, group_size=4, gradient_checkpointing=True, env=Long)
         iterate(run)

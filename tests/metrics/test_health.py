@@ -117,7 +117,7 @@ def test_a_correction_that_leaves_out_nearly_all(caplog):
 
 
 def test_no_gradient(caplog):
-    """Whatever the reason is; but for one that is no fault: all is won, or the critic is warmed
+    """Whatever the reason is; but for one that is not a fault: all is won, or the critic is warmed
     up."""
     still = {"optim/grad_norm_actor": 0.0}
     (message,) = warnings_of([*runs(0.4, 0.4), *runs(*[0.4] * 9, **still)], caplog)

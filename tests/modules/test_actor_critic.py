@@ -84,7 +84,7 @@ class TestLoadActorCritic:
 
     def test_weights_that_train_do_not_depend_on_the_file_they_came_from(self, tmp_path):
         """safetensors maps it into memory: writing over it in place took trained weights back to
-        those of the file."""
+        the file's."""
         for file in Path(tiny_model_path()).iterdir():
             shutil.copy(file, tmp_path)
         models = load_actor_critic(tmp_path, critic=True, reference=True)
@@ -200,7 +200,7 @@ class TestLoadActorCritic:
 
     @pytest.mark.parametrize("share_prefixes", [False, True])
     def test_values_of_a_shared_trunk_take_no_forward_of_their_own(self, lora, share_prefixes):
-        """The losses and every gradient are those of two forwards; one is made."""
+        """The losses and every gradient equal the results of two forwards; one is made."""
         model = make_model().double()
         models = load_actor_critic(model, lora=lora, critic="shared", share_prefixes=share_prefixes)
         perturb(models)

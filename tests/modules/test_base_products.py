@@ -70,7 +70,7 @@ class TestValues:
 
     @pytest.mark.parametrize("assign", [False, True])
     def test_other_base_weights_are_multiplied_by(self, assign):
-        """The copies in bfloat16 were those of the weights before."""
+        """The copies in bfloat16 were made of the weights before."""
         models, other = load("bfloat16"), load("bfloat16")
         with torch.no_grad():
             for parameter in other.base_parameters():

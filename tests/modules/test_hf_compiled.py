@@ -126,7 +126,7 @@ class TestEquality:
         # One for batches, one for a batch that has shrunk to a row.
         play(compiled, rows[:1], turn=1)
         assert graphs.frame_count == 2
-        # New weights are no new graph, and no graph holds old ones.
+        # New weights are not a new graph, and no graph holds old ones.
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(-1.1)
@@ -212,7 +212,7 @@ class TestPolicy:
         policy = make_policy(model, adapter="actor", compile_decode=True)
         with pytest.raises(DecodeCompilationError, match=r"Set compile_decode to false.*Unsupported"):
             play(policy, random_rows([5, 9]))
-        assert dict(model.named_modules()) == modules  # those of a turn are put back
+        assert dict(model.named_modules()) == modules  # the modules of a turn are put back
         assert not policy._engine.cache.tokens.size
 
     def test_a_compiler_that_is_not_there(self, monkeypatch):

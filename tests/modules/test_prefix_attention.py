@@ -161,8 +161,8 @@ class TestScores:
         assert_same([reference(rows.clone())["log_prob"]], [plain], 1e-10)
 
     def test_segments_share_too(self, exact_norms):
-        """A gap starts a segment, whose first tokens may be those of the row's first segment: the
-        system prompt."""
+        """A gap starts a segment, whose first tokens may equal the first tokens of the row's first
+        segment: the system prompt."""
         model, rows = make_model(), make_rows(batch=3)
         rows["attention_mask"][:] = torch.arange(26) != 12
         rows["tokens"][:, 13:18] = rows["tokens"][:, :5]

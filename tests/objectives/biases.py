@@ -38,7 +38,7 @@ class Bias:
     Attributes:
         measure: the expected gradient and the true one.
         cosine: between them: 1 is the same direction.
-        size: length of the expected gradient over that of the true one.
+        size: length of the expected gradient over the length of the true one.
     """
 
     measure: Measure

@@ -51,8 +51,8 @@ LONG = EnumerableMDP(spell, tasks=1)
 
 
 def walk(task: int, said: tuple[tuple[int, ...], ...]) -> Step:
-    """Steps of one letter: 0 goes on, 1 and 2 stay at different costs; so states are met again, at
-    other turns too."""
+    """Steps of one letter: 0 continues, 1 and 2 stay at different costs; so states are met again,
+    at other turns too."""
     place = sum(each == (0,) for each in said)
     reward = (0.5 + place, -0.5, 0.25)[said[-1][0]] if said else 0.0
     return Step(reward, (place,), 1 if len(said) < 3 else None)
@@ -291,7 +291,7 @@ def gradient_of_one(mdp: EnumerableMDP, policy_loss: TurnPolicyLoss) -> Tensor:
     that compares none."""
     rows, chance = mdp.rows().exclude(keys.EPISODE_ID), mdp.log_probability(policy_loss.actor_network).exp().detach()
     rows = write_loss_weights(policy_loss.value_estimator(rows), policy_loss)
-    # Each weight is that of one episode of all.
+    # Each weight belongs to one episode of all.
     rows[keys.LOSS_WEIGHT] = len(rows) * rows[keys.LOSS_WEIGHT].double() * chance.unsqueeze(1)
     rows[keys.SAMPLE_LOG_PROB] = policy_loss.actor_network(rows.clone())[keys.LOG_PROB].detach()
     return -flat_gradient(total(policy_loss(rows)), policy_loss.actor_network)

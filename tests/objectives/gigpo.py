@@ -12,8 +12,8 @@ from torchrl_llm.objectives import GroupRelative
 
 
 class GiGPO(GroupRelative):
-    """The episode's advantage plus that of each turn among the turns of its group with the same
-    observation.
+    """The episode's advantage plus the advantage of each turn among the turns of its group with the
+    same observation.
 
     The turn's own return is in the mean and the standard deviation that it is compared with, and a
     turn that is alone in its state gets no advantage. ``scale="none"`` is the published F_norm = 1.

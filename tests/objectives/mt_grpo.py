@@ -14,8 +14,8 @@ class MTGRPO(GroupRelative):
     """The outcome, the reward of the last turn, compared in the group, for every turn; and for each
     turn before, its own reward.
 
-    A turn's own reward is compared with those of the group at the same turn and credited to that
-    turn only. ``scale="none"`` leaves out the divisions.
+    A turn's own reward is compared with the rewards of the group at the same turn and credited to
+    that turn only. ``scale="none"`` leaves out the divisions.
     """
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:

@@ -334,8 +334,8 @@ ALL = {
 class TestNoCredit:
     @law(layouts())
     def test_only_the_kl_is_credited(self, case):
-        """Each turn answers for its own KL and for that of later turns, more or less than a turn of
-        the batch does."""
+        """Each turn answers for its own KL and for the KL of later turns, more or less than a turn
+        of the batch does."""
         layout, seed = case
         rows, reward, mask, ids, acted = rows_and_parts(seed, layout)
         kl = F.turn_sum(rows["old_log_prob"] - rows["ref_log_prob"], ids, mask.shape[1])

@@ -204,8 +204,8 @@ class TestHolds:
         assert relative_error(gradient / along, truth) > 0.005  # whatever the scale
 
     def test_the_noise_of_continuations(self):
-        """It falls with their number, to that of the exact value: values that are not read, or in
-        the wrong place, do not."""
+        """It falls with their number, to the noise of the exact value: values that are not read, or
+        in the wrong place, do not."""
         games = [continued(ONE, STUDY.actor, count) for count in (1, 2, None)]
         once, twice, exact = (noise(game, STUDY.vine(), game.rows()) for game in games)
         assert once - exact > 0.1
@@ -225,7 +225,7 @@ class TestHolds:
     @pytest.mark.parametrize("granularity", ["turn", "token"])
     @pytest.mark.parametrize("lmbda", [0.0, 0.5, 1.0])
     def test_truncation_with_the_exact_bootstrap(self, lmbda, granularity):
-        """The truth is that of the whole game, played by a frozen policy after the cut."""
+        """The truth is the gradient of the whole game, played by a frozen policy after the cut."""
         frozen = STUDY.truth(WHOLE, frozen_from=CUT.max_turns)
         policy_loss = STUDY.ppo(lmbda=lmbda, granularity=granularity)
         check(CUT.expected_gradient(policy_loss, rows=STUDY.rows(CUT)), frozen)

@@ -163,7 +163,7 @@ class TestEstimator:
         assert keys.TURN_NUM_COMPARED not in GroupRelative().out_keys
 
     def test_what_is_no_state_is_refused(self):
-        with pytest.raises(KeyError, match=r"rooom.* is no extra of these rows, which have .*room"):
+        with pytest.raises(KeyError, match=r"rooom.* is not an extra of these rows, which have .*room"):
             GroupRelative(**STATES, state="rooom")(rows(room=torch.ones(2, 2, dtype=torch.int64)))
         with pytest.raises(TypeError, match="'room' is a number"):
             GroupRelative(**STATES, state="room")(rows(room=torch.ones(2, 2)))

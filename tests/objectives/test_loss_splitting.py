@@ -74,8 +74,8 @@ class TestSplitting:
                 close(merged[key], figures[key], atol=1e-6)  # weights are float32
 
     def test_ranks(self, tmp_path):
-        """Half of the rows on each of two processes, groups whole: credit and weights are those of
-        all rows."""
+        """Half of the rows on each of two processes, groups whole: credit and weights are the same
+        as of all rows."""
         args = (str(tmp_path / "store"), str(tmp_path / "out"))
         mp.start_processes(_rank, args, nprocs=2, start_method="fork")
         parts = [torch.load(tmp_path / f"out.{rank}") for rank in range(2)]

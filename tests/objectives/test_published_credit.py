@@ -138,7 +138,7 @@ class TestGAE:
         """``test_episodic_returns`` with values, gamma 0.99, lambda 0.95: terminated, and truncated
         with bootstrap.
 
-        It gives the value of what follows each step, so that of the first state is free.
+        It gives the value of what follows each step, so the value of the first state is free.
         """
         reward, following = (doubles([row[i] for row in self.TIANSHOU]) for i in (0, 1))
         value = torch.cat([torch.full((3, 1), ANY, dtype=DOUBLE), following[:, :-1]], 1)
@@ -289,7 +289,7 @@ class TestGroups:
     def test_nemo_leave_one_out(self):
         """``test_calculate_baseline_and_std_per_prompt_basic``: baselines 2.5, 2, 1.5, 5.5, 5, 4.5.
 
-        It goes on to the deviation of the others (0.7071, 1.4142, 0.7071). To divide a
+        It continues with the deviation of the others (0.7071, 1.4142, 0.7071). To divide a
         leave-one-out advantage by a deviation is refused here: it biases the gradient.
         """
         score, group = doubles([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), torch.tensor([0, 0, 0, 1, 1, 1])
@@ -316,7 +316,7 @@ class TestOverlongPenalty:
         """``test_reward_shaping_preserves_unshaped_reward_overlong``: 0, -0.2, -0.5, -1.0 at limit
         25, buffer 5, factor 0.5.
 
-        Beyond the limit (the last response) it goes on falling; ours stays at the factor, as in the
+        Beyond the limit (the last response) it keeps falling; ours stays at the factor, as in the
         paper.
         """
         actual = 0.5 * F.overlong_penalty(doubles([10.0, 22.0, 25.0, 30.0]), 25, 5)

@@ -202,8 +202,8 @@ class TestKL:
         """``test_clipped_pg_loss_kl_penalty``: terms 0.368, 0, 0.718, coefficient 0.1, loss 0.0362.
 
         That is ours while the policy is still the one that sampled. Away from it (its old log-probs
-        are 0) our term carries the ratio, so that samples of the old policy stand for those of the
-        new one.
+        are 0) our term carries the ratio, so that samples of the old policy stand for samples of
+        the new one.
         """
         log_prob, ref = doubles([[0.0, -1.0, -2.0]], [[-1.0, -1.0, -1.0]])
         meets(F.kl_estimate(log_prob, ref, "k3"), [[0.368, 0.0, 0.718]], 3)
@@ -231,7 +231,7 @@ class TestKL:
         gradient -1.
 
         NeMo RL differentiates the weight too, which adds the estimate itself (the score-function
-        term); ours is held constant, and the gradient is that of k3: 1 - e.
+        term); ours is held constant, and the gradient is k3's: 1 - e.
         """
         log_prob = doubles([-1.0]).requires_grad_()
         estimate = F.kl_estimate(log_prob, doubles([0.0]), "k3")

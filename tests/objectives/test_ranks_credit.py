@@ -1,4 +1,5 @@
-"""Credit of a batch that two processes share is that of all its rows: real processes, gloo."""
+"""Credit of a batch that two processes share equals the credit of all its rows: real processes,
+gloo."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class TestComponents:
         close(paid - without, torch.where(mask & spoken, centered.unsqueeze(1), 0.0))
 
     def test_refusals(self):
-        with pytest.raises(KeyError, match=r"components names 'shape', which is no extra .*grade"):
+        with pytest.raises(KeyError, match=r"components names 'shape', which is not an extra .*grade"):
             GroupRelative(components={"shape": 1.0})(extended())
         rows = extended()
         rows[keys.turn_extra("grade")] = torch.ones_like(rows["turn", "mask"], dtype=torch.int64)
@@ -183,7 +183,7 @@ class TestPotential:
     def test_over_a_whole_episode_it_does_nothing_and_is_refused(self):
         with pytest.raises(ValueError, match="potential='phi' does nothing with credit='episode'"):
             GroupRelative(potential="phi")
-        with pytest.raises(KeyError, match="potential names 'psi', which is no extra"):
+        with pytest.raises(KeyError, match="potential names 'psi', which is not an extra"):
             ReBN(potential="psi")(extended())
 
 

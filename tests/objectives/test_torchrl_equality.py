@@ -55,7 +55,7 @@ class Steps(NamedTuple):
 
 
 def conversations(layout: list, seed: int) -> TensorDict:
-    """Those of the layout, and one more, so that there is a decision."""
+    """The rows of the layout, and one more, so that there is a decision."""
     return make_rows([*layout, [(True, 1, 2)] * len(layout[0])], seed)
 
 

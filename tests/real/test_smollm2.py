@@ -85,7 +85,7 @@ sys.exit(main())
 
 class TestFiles:
     def test_ranks_that_make_it_at_once(self, path, tmp_path, monkeypatch):
-        """transformers saves on the first rank alone; that of another may be the folder that
+        """transformers saves on the first rank alone; the folder of another may be the folder that
         counts."""
         pytest.importorskip("gguf", reason="is in the cache, and its packages are not installed")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

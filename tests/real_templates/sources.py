@@ -159,7 +159,7 @@ def vocabulary(name: str) -> bytes | None:
 
 
 def _sentencepiece(path: str) -> Tokenizer:
-    """A SentencePiece model as transformers converts those of Llama 2 and Mistral 7B."""
+    """A SentencePiece model as transformers converts the models of Llama 2 and Mistral 7B."""
     from sentencepiece import SentencePieceProcessor
     from tokenizers import decoders, models, pre_tokenizers
 

@@ -136,7 +136,7 @@ class TestCompareRuns:
         assert list(cells(compare_runs([runs / "slow", resumed])).values())[1]["gained, lost"] == "-"
 
     def test_a_resumed_run_has_no_result_until_it_ends_again(self, tmp_path):
-        """Its end of before may be that of another setting. It kept evaluation_after.json, also
+        """Its end of before may belong to another setting. It kept evaluation_after.json, also
         where it was interrupted."""
         config = small_config(tmp_path, save_checkpoints=True, max_iterations=1, record_interval=0)
         run_and_report(config, partial(build_run, config), say=lambda _: None)

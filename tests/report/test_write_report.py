@@ -293,7 +293,7 @@ class TestMissingPieces:
     @pytest.mark.parametrize("name", ["none", "file"])
     def test_no_folder(self, tmp_path, name):
         (tmp_path / "file").write_text("")
-        with pytest.raises(FileNotFoundError, match="is no folder; expected the output_dir of a run"):
+        with pytest.raises(FileNotFoundError, match="is not a folder; expected the output_dir of a run"):
             write_report(tmp_path / name)
 
     def test_no_run(self, tmp_path):
@@ -328,7 +328,7 @@ class TestMissingPieces:
         broken.write_bytes(broken.read_bytes()[:100])
         (tmp_path / "result.json").write_text("{")
         text = write_report(tmp_path).read_text()
-        assert "iteration-000000000002.safetensors is no recording, or is damaged" in text
+        assert "iteration-000000000002.safetensors is not a recording, or is damaged" in text
         assert "result.json could not be read" in text
         assert len(index_of(text)["groups"]) == 1
 

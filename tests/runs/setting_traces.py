@@ -197,7 +197,7 @@ def hanging(config: RunConfig, env: Any) -> dict[str, Any]:
 
 
 def built(config: RunConfig, env: Any) -> dict[str, Any]:
-    """What is made for a run that a test of the suite plays elsewhere: parts whose work is no
+    """What is made for a run that a test of the suite plays elsewhere: parts whose work is not
     function of the settings."""
     run = build_run(config, env=env)
     try:

@@ -513,8 +513,8 @@ def play(folder: Path, case: int, iterations: int, *kill: str, rows: int | None 
 
 @pytest.mark.slow
 class TestKilled:
-    """SIGKILL in every phase and at random moments; the run goes on each time, and ends as the one
-    that was left alone.
+    """SIGKILL in every phase and at random moments; the run continues each time, and ends as the
+    one that was left alone.
 
     ``KILLS`` is how often each case is killed; ``make test-resume`` kills 21 times in all.
     """

@@ -125,7 +125,9 @@ class TestRunConfig:
         assert len(str(raised.value)) < 400
 
     def test_many_ids_that_the_model_has_not_are_cut_too(self):
-        with pytest.raises(ConfigError, match=r"stop_ids \[515, .* \.\.\. .*99999\] are no ids of the model") as raised:
+        with pytest.raises(
+            ConfigError, match=r"stop_ids \[515, .* \.\.\. .*99999\] are not ids of the model"
+        ) as raised:
             decide_stop_ids(SamplingConfig(stop_ids=tuple(range(100_000))), None, None, vocabulary=515)
         assert len(str(raised.value)) < 400
 
@@ -319,13 +321,13 @@ class TestParseRunConfig:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("algo: GRPO\nlr_actr: 1e-3\n", "line 2: lr_actr is no setting. Did you mean 'lr_actor'?"),
-            ("keep_discount: true\n", "keep_discount is no setting. It is discounted_objective since 0.2.0."),
-            ("alone: turn\n", "alone is no setting. It is fallback since 0.3.0."),
+            ("algo: GRPO\nlr_actr: 1e-3\n", "line 2: lr_actr is not a setting. Did you mean 'lr_actor'?"),
+            ("keep_discount: true\n", "keep_discount is not a setting. It is discounted_objective since 0.2.0."),
+            ("alone: turn\n", "alone is not a setting. It is fallback since 0.3.0."),
             ("\nepochs: two\n", "line 2: epochs is 'two'; expected an integer, at least 1."),
             ("gamma: 99\n", "line 1: gamma is 99; expected a number, between 0 and 1, or None."),
             ("epochs: 1\nepochs: 2\n", "line 2: epochs is given twice."),
-            ("epochs: [1\n", "this is no YAML"),
+            ("epochs: [1\n", "this is not YAML"),
             ("- epochs\n", "expected lines of the form 'field: value'"),
             ("lora_targets: q_proj\n", "expected a list of names, [q_proj]"),
             (
@@ -336,10 +338,10 @@ class TestParseRunConfig:
             ("!!python/name:os.system seed: 1\n", "line 1: found a tag (!...)"),
             ("seed: 1\nepochs: !!int one\n", "line 2: found a tag (!...)"),
             ("env_options: &a {again: *a}\n", "line 1: found an alias (*...)"),
-            ("seed: 1\n? [epochs]\n: 1\n", "line 2: expected 'field: value', and the field is no text."),
+            ("seed: 1\n? [epochs]\n: 1\n", "line 2: expected 'field: value', and the field is not text."),
             ("seed: 1\nenv_options: {[1]: 2}\n", "line 2: env_options cannot be read: found unhashable key."),
             ("seed: 1\nenv_options: {<<: 3}\n", "line 2: env_options cannot be read: expected a mapping"),
-            (f"env_options: {'[' * 5000}\n", "run.yaml: this is no file of settings, it has brackets without end."),
+            (f"env_options: {'[' * 5000}\n", "run.yaml: this is not a file of settings, it has brackets without end."),
             (f"epochs: {'9' * 5000}\n", "line 1: epochs cannot be read: an integer of 5000 digits."),
         ],
     )

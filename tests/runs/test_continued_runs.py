@@ -46,7 +46,7 @@ SETTINGS = {
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class OneTurnLate(TurnVine):
-    """Takes the value of the state after each turn for that of the state before it."""
+    """Takes the value of the state after each turn for the value of the state before it."""
 
     def estimate(self, tensordict: TensorDictBase) -> dict[str, torch.Tensor]:
         late = tensordict.clone()

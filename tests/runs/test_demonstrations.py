@@ -212,7 +212,7 @@ class TestRecordings:
             with pytest.raises(ConfigError, match=rf"demonstrations='.*{name}': ") as error:
                 read_demonstrations(tmp_path / name, env, max_model_len=1024)
             assert "delete" not in str(error.value)
-        with pytest.raises(ConfigError, match=r"mine\.txt': it is no \.jsonl, \.json, \.parquet, which hold"):
+        with pytest.raises(ConfigError, match=r"mine\.txt': it is not \.jsonl, \.json, \.parquet, which hold"):
             read_demonstrations(tmp_path / "mine.txt", env, max_model_len=1024)
         with pytest.raises(ConfigError, match="no recorded episodes of training"):
             read_demonstrations(tmp_path, env, max_model_len=1024)

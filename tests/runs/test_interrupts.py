@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a run ends at once and in good order, and goes on in the same bytes."""
+"""Ctrl-C and SIGTERM: a run ends at once and in good order, and continues in the same bytes."""
 
 from __future__ import annotations
 
@@ -332,7 +332,7 @@ def moments(count: int, seed: int, to: str) -> list[str]:
 
 
 def play(script: str, folder: Path, moment: str, *launch: str, iterations: int, **settings: object):
-    """A process of the run; it goes on where it was stopped."""
+    """A process of the run; it continues where it was stopped."""
     command = [sys.executable, *launch, str(SCRIPT), moment, str(ROOT / "examples" / script)]
     for name, value in {**SETTINGS, "max-iterations": iterations, "output-dir": folder, **settings}.items():
         command += [f"--{name}", str(value)]

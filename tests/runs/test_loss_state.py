@@ -17,7 +17,7 @@ from torchrl_llm.runs.loss_state import own_state
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LearnedBaseline(ReBN):
-    """Returns less a moving average of those of earlier batches, and how many batches there
+    """Returns less a moving average of the returns of earlier batches, and how many batches there
     were."""
 
     def __post_init__(self, value_network):
@@ -170,7 +170,7 @@ class TestState:
         assert kept(other)["_value_estimator._extra_state"] == {"batches": 2}
 
     def test_what_has_no_place_is_named(self, tmp_path, caplog):
-        """In a run that goes on with another loss; and with this one, from a checkpoint of a loss
+        """In a run that continues with another loss; and with this one, from a checkpoint of a loss
         without a state."""
         trained(built(tmp_path, 1))
         change = RESUMED | {"accept_changes": ["max_iterations", "make_loss"]}

@@ -272,7 +272,7 @@ class TestEstimate:
 
     @pytest.mark.parametrize("lora_r", [0, 4])
     def test_a_trust_region_keeps_the_weights_that_steps_began_with(self, lora_r):
-        """One copy of those of the actor, on each process of its shards: it computes nothing, and
+        """One copy of the actor's, on each process of its shards: it computes nothing, and
         is not gathered."""
         config = RunConfig(model_path="tiny", algo="LLMPPO", lora_r=lora_r, kl_coeff=0.0)
         bounded, model = replace(config, target_kl=0.01), empty_model(config)

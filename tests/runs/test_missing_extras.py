@@ -16,10 +16,10 @@ STATE = {"credit": "state", "baseline": "leave_one_out", "scale": "none"}
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (STATE | {"state": "stat"}, "state='stat' is no extra that the environment declares as a str"),
-        (STATE | {"state": "regret"}, "state='regret' is no extra that the environment declares as a str"),
-        ({"credit": "turn", "potential": "state"}, "potential='state' is no extra that the environment declares as a float"),
-        ({"components": {"luck": 1.0}, "whiten": True}, "components='luck' is no extra that the environment declares as a float"),
+        (STATE | {"state": "stat"}, "state='stat' is not an extra that the environment declares as a str"),
+        (STATE | {"state": "regret"}, "state='regret' is not an extra that the environment declares as a str"),
+        ({"credit": "turn", "potential": "state"}, "potential='state' is not an extra that the environment declares as a float"),
+        ({"components": {"luck": 1.0}, "whiten": True}, "components='luck' is not an extra that the environment declares as a float"),
     ],
 )  # fmt: skip
 def test_are_refused_at_the_start(tmp_path, settings, said):

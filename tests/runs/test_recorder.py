@@ -153,7 +153,7 @@ class TestResume:
         recordings(config)[names(2)[0]].write_bytes(b"no")
         longer = self.options | {"resume": True, "accept_changes": ["max_iterations"]}
         build_run(small_config(tmp_path, **longer)).trainer.train()
-        assert "is no recording, or is damaged" in caplog.text
+        assert "is not a recording, or is damaged" in caplog.text
         assert names(6)[0] in recordings(config)
 
     def test_what_comes_after_the_checkpoint_is_written_again(self, tmp_path, whole):

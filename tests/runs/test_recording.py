@@ -77,7 +77,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     path = tmp_path / "a.safetensors"
     write(path)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(RecordingError, match=r"a\.safetensors is no recording, or is damaged"):
+    with pytest.raises(RecordingError, match=r"a\.safetensors is not a recording, or is damaged"):
         read_recording(path)
 
 
@@ -90,7 +90,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
         ({"env_names": None}, "NoneType"),
         ({"pieces": {7: "x"}}, "tokens have no text in pieces"),
         ({"pieces": {"x": "x"}}, "invalid literal"),
-        ({"pieces": PIECES | {7: 7}}, "pieces are no texts"),
+        ({"pieces": PIECES | {7: 7}}, "pieces are not texts"),
         ({"missing": ["entropy"]}, "missing|list"),
         ({"more": 1}, "unexpected keyword"),
     ],

@@ -1,4 +1,4 @@
-"""What the folder of a run holds: whether a result is that of the run's last start."""
+"""What the folder of a run holds: whether a result belongs to the run's last start."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class TestBranch:
         assert "checkpoint-000000000003" in line
         for path in (folder / "previous-1" / "checkpoints").iterdir():
             verify(path)
-        # Killed before it saves, or after: the branch goes on, under its own settings.
+        # Killed before it saves, or after: the branch continues, under its own settings.
         again = build_run(config(folder, resume=True, **branch | changes))
         assert again.trainer.iteration == 1
         again.trainer.config.max_iterations = 2
@@ -280,7 +280,7 @@ class TestOutputDir:
     @pytest.mark.parametrize("below", ["", "run"])
     def test_a_file(self, tmp_path, below):
         (tmp_path / "taken").write_text("mine")
-        with pytest.raises(ConfigError, match="taken is no folder: choose another output_dir"):
+        with pytest.raises(ConfigError, match="taken is not a folder: choose another output_dir"):
             build_run(
                 small_config(tmp_path, **SETTINGS | {"output_dir": tmp_path / "taken" / below, "model_path": "none"})
             )

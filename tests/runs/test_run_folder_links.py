@@ -165,7 +165,7 @@ class TestCheckpointsElsewhere:
         shutil.rmtree(elsewhere)
         self.link(folder, elsewhere)
         with pytest.raises(
-            ConfigError, match=r"checkpoints links to .*, which is no folder: make it, or remove the link"
+            ConfigError, match=r"checkpoints links to .*, which is not a folder: make it, or remove the link"
         ):
             build_run(config(folder, model_path="none"))
         elsewhere.mkdir()

@@ -38,7 +38,7 @@ def folder(finished, tmp_path) -> Path:
 
 @contextmanager
 def running(settings, then: Callable[[], object] = lambda: None) -> Iterator[int]:
-    """Another process whose run has begun and goes on; it is killed at the end."""
+    """Another process whose run has begun and continues; it is killed at the end."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -21,7 +21,7 @@ class TestPaths:
             ({"model_path": "no-such-org/no-such-model"}, "no model of a hub or cache that can be reached"),
             (
                 {"model_path": "nosuch", "lora_r": 0},
-                "model_path is 'nosuch', which is no folder that transformers can load",
+                "model_path is 'nosuch', which is not a folder that transformers can load",
             ),
             ({"model_path": "tiny", "tokenizer_path": "/nowhere"}, "tokenizer_path is '/nowhere'"),
             ({"model_path": "tiny", "init_from": "/nowhere"}, "init_from is '/nowhere': there is no such folder."),
@@ -71,7 +71,7 @@ class TestPaths:
             build_run(RunConfig(model_path=str(tmp_path / "smolm2"), output_dir=tmp_path))
 
     def test_a_folder_without_a_model(self, tmp_path):
-        with pytest.raises(ConfigError, match=r"model_path is .*no folder that transformers can load"):
+        with pytest.raises(ConfigError, match=r"model_path is .*not a folder that transformers can load"):
             build_run(RunConfig(model_path=str(tmp_path), output_dir=tmp_path))
 
 

@@ -68,12 +68,12 @@ class TestChatTemplate:
         [
             (
                 "{folder}/onw.jinja",
-                r"is no Jinja template .* and no file that can be read.*Did you mean '.*/own\.jinja'",
+                r"is not a Jinja template .* and no file that can be read.*Did you mean '.*/own\.jinja'",
             ),
-            ("chatml", "is no Jinja template .* and no file that can be read"),
-            ("a\0b", "is no Jinja template .* and no file that can be read"),
-            ("{folder}", "is no Jinja template .* and no file that can be read"),
-            ("{folder}/latin", "is no Jinja template .* and no file that can be read"),
+            ("chatml", "is not a Jinja template .* and no file that can be read"),
+            ("a\0b", "is not a Jinja template .* and no file that can be read"),
+            ("{folder}", "is not a Jinja template .* and no file that can be read"),
+            ("{folder}/latin", "is not a Jinja template .* and no file that can be read"),
             ("{folder}/plain.txt", "that file holds no Jinja template"),
         ],
     )
@@ -194,7 +194,7 @@ class TestStopIds:
         assert load_saved_model(saved, saved.config(device="cpu", stop_ids=[8])).policy.stop_ids == (8,)
 
     def test_ids_of_no_token_are_refused(self, tmp_path):
-        with pytest.raises(ConfigError, match=r"stop_ids \[123456\] are no ids of the model, whose vocabulary has"):
+        with pytest.raises(ConfigError, match=r"stop_ids \[123456\] are not ids of the model, whose vocabulary has"):
             build_run(small_config(tmp_path, stop_ids=[123456]), env=Echo)
         found = next(each for each in fit(small_config(tmp_path, stop_ids=[123456])) if each.name == "stop ids")
-        assert (found.state, found.text) == ("fails", "[123456] are no tokens")
+        assert (found.state, found.text) == ("fails", "[123456] are not tokens")

@@ -61,4 +61,4 @@ class TestTurnEnd:
         assert stops.any()
         following = rows[keys.TURN_IDS].roll(-1, dims=1)
         following[:, -1] = -1
-        assert (following != rows[keys.TURN_IDS])[stops].all(), "a response goes on after its end"
+        assert (following != rows[keys.TURN_IDS])[stops].all(), "a response continues after its end"

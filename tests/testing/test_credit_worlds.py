@@ -185,7 +185,7 @@ class TestAll:
         assert type(resolve_world(f"world:{name}").make()) is CREDIT_WORLDS[name]
 
     def test_an_episode_is_a_function_of_task_and_answers(self, name):
-        """And chance is not that of the global generator, nor equal after different answers."""
+        """And chance does not come from the global generator, nor equal after different answers."""
         rng, state = random.Random(1), random.getstate()
         plans = [[rng.choice(CREDIT_WORLDS[name].ANSWERS) for _ in range(20)] for _ in range(10)]
         for seed, plan in enumerate(plans):

@@ -89,8 +89,8 @@ class TestEarlyDecision:
         games = 4000
         best = sum(sum(play(game, seed, answers)[1]) for seed in range(games)) / games
         wild = sum(sum(play(game, seed, lambda _: rng.choice(THINGS))[1]) for seed in range(games)) / games
-        # Five standard errors; a bet has the variance luck^2 * 3/16, and a win of one in 16 that of
-        # 15/256.
+        # Five standard errors; a bet has the variance luck^2 * 3/16, and a win of one in 16 the
+        # variance of 15/256.
         error = 5 * (luck**2 * 9 / 16 / games) ** 0.5
         assert best == pytest.approx(game.optimal_return, abs=error + 1e-9)
         assert wild == pytest.approx(game.random_return, abs=error + 5 * (15 / 256 / games) ** 0.5)

@@ -1,5 +1,5 @@
 """The pretended GPU: what a CUDA device refuses is refused, what makes the host wait is counted,
-and values are those of the CPU."""
+and values are the CPU's."""
 
 import copy
 import io

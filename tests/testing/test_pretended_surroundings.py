@@ -40,7 +40,7 @@ class TestSurroundings:
         assert held.device.type == "cpu"
 
     def test_streams_and_events_are_classes(self):
-        """Annotations name them, such as those of ``transformers.generation``."""
+        """Annotations name them, such as the ones of ``transformers.generation``."""
         with pretended_gpu() as gpu:
             stream = torch.cuda.Stream(gpu.device)
             assert isinstance(stream, torch.cuda.Stream | None)

@@ -89,7 +89,7 @@ class TestProbes:
 
     def test_without_a_critic_a_game_that_is_cut_off_is_worth_what_it_paid(self):
         """What LLMREINFORCE takes both games for, where the critic says 2 and 2 of the one that
-        goes on."""
+        continues."""
         target = ReBN(gamma=TimeLimit.gamma)(episodes(TimeLimit))[keys.TURN_VALUE_TARGET]
         assert torch.equal(target, torch.tensor([[1.5, 1.0]]).expand_as(target))
 
@@ -240,7 +240,7 @@ BROKEN = {
 """Losses with one thing wrong, and the probe that is there to find it."""
 
 CHEAP = ("the sign", "a prompt that is not seen", "a critic that is not trained", "credit for the last turn only")
-"""Those of ``make test``: one for the gradient, the rows, the critic and credit."""
+"""The probes of ``make test``: one for the gradient, the rows, the critic and credit."""
 
 
 class TestBroken:

@@ -161,7 +161,7 @@ def even_rows(episode, turn, context):
 
 
 class TestTasks:
-    """Episodes of one task are no independent samples of tasks."""
+    """Episodes of one task are not independent samples of tasks."""
 
     def test_repeats_narrow_no_interval(self, ask, says):
         once, often = (evaluate(ask(), says(even_rows), n) for n in (20, 200))

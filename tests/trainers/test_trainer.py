@@ -413,7 +413,7 @@ class TestParts:
 
     def test_settings_are_those_of_one_algorithm(self, tmp_path):
         with pytest.raises(
-            ConfigError, match=r"algo='GRPO' are those of LLMGRPOLoss, which CountedLoss is no subclass"
+            ConfigError, match=r"algo='GRPO' are those of LLMGRPOLoss, which CountedLoss is not a subclass"
         ):
             small_config(tmp_path, "GRPO").loss_options(CountedLoss)
 

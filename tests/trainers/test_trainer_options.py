@@ -214,7 +214,7 @@ class TestOptions:
         assert len(scored) == 8 * rounds
 
     def test_dynamic_sampling_learns_from_what_it_would_have_scored_again(self, tmp_path):
-        """The scores that episodes were chosen by are those of the update."""
+        """The scores that episodes were chosen by are used in the update."""
         updated = []
         for again in (False, True):
             settings = {"group_size": 2, "max_iterations": 1, "dynamic_sampling": 2, "dtype": "float64"}

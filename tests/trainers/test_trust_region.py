@@ -167,7 +167,7 @@ class TestNextForward:
         assert 0.5 < metrics["optim/step_share"] < 1
 
     def test_a_minibatch_that_finds_the_step_too_long_is_left_out(self, tmp_path):
-        """Of means, callbacks and weights: the update is that of the first step alone."""
+        """Of means, callbacks and weights: the update is the first step alone."""
         settings = {"target_kl": 0.01, "minibatch_size": 4, "lr_actor": 0.03}
         metrics, scored, steps = counted_update(tmp_path, **settings)
         assert metrics["optim/step_share"] < 1 == steps

@@ -228,7 +228,7 @@ class TestUpdate:
 
     @pytest.mark.parametrize("settings", [{}, {"kl_coeff": 0.1}, {"kl_coeff": 0.1, "kl_in": "loss", "target_kl": 0.01}])
     def test_old_log_probs_are_scored_where_rows_have_none_of_the_sampler(self, tmp_path, settings):
-        """As they are where the rows have those of the same weights."""
+        """As they are where the rows have scores of the same weights."""
         results = []
         # the last as in rows of conversations that nobody sampled
         for given in ("known", "missing", "nan"):
@@ -427,7 +427,7 @@ class TestMasterWeights:
         assert run.trainer.accelerator.mixed_precision == "no"
 
     def test_what_only_plays_stays_as_it_is(self, half_model, tmp_path):
-        """Such as a worker on Ray: the dtype of an engine is that of the checkpoint or the
+        """Such as a worker on Ray: the dtype of an engine comes from the checkpoint or the
         settings."""
         config = small_config(tmp_path, model_path=half_model, dtype="auto")
         assert _worker_policy(config, load_tiny_tokenizer(), config.sampling(), None).dtype == torch.bfloat16

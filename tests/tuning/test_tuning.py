@@ -37,7 +37,7 @@ class TestSpace:
             ({"epochs": {"uniform": [1, 4]}}, "takes no fractions: use choice"),
             ({"gamma": {"uniform": [0.5, 1.5]}}, "gamma is 1.5; expected"),
             ({"clip_value": {"choice": [0.2]}}, "clip_value=0.2 does nothing with algo='LLMREINFORCE'"),
-            ({"batch_size": {"choice": [8, 12]}}, "episodes=16 is no multiple of batch_size=12"),
+            ({"batch_size": {"choice": [8, 12]}}, "episodes=16 is not a multiple of batch_size=12"),
             ({"batch_size": {"choice": [4, 8]}, "minibatch_size": {"choice": [4, 8]}}, "does not divide batch_size=4"),
             ({"seed": {"choice": [1, 2]}}, "scores could not be compared"),
             ({"step_timeout": {"choice": [1.0, 60.0]}}, "scores could not be compared"),
@@ -75,7 +75,7 @@ class TestSpace:
             small_search(tmp_path, base=base)
 
     def test_a_population_has_two(self, tmp_path):
-        with pytest.raises(ConfigError, match="trials=1 is no population"):
+        with pytest.raises(ConfigError, match="trials=1 is not a population"):
             small_search(tmp_path, trials=1)
         small_search(tmp_path, trials=1, scheduler="random")
 
@@ -217,9 +217,9 @@ class TestCommand:
         [
             ([], "give --config FILE, or --base and --space"),
             (["--trials", "none"], "--trials is 'none'; expected an integer, at least 1"),
-            (["--trails", "3"], "--trails is no setting. Did you mean '--trials'?"),
+            (["--trails", "3"], "--trails is not a setting. Did you mean '--trials'?"),
             (["--config", "none.yaml"], "'none.yaml' cannot be read"),
-            (["--config", str(EXAMPLES / "tiny_ppo_llm.yaml")], "line 2: algo is no setting"),
+            (["--config", str(EXAMPLES / "tiny_ppo_llm.yaml")], "line 2: algo is not a setting"),
         ],
     )
     def test_refuses_in_a_line(self, given, said, capsys):

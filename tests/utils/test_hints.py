@@ -101,11 +101,11 @@ class TestEveryPlace:
             RunConfig(**{theirs: 1})
         path = tmp_path / "run.yaml"
         path.write_text(f"algo: GRPO\nseed: 1\n{theirs}: 1\n")
-        with pytest.raises(ConfigError, match=re.escape(f"run.yaml, line 3: {theirs} is no setting.{hint}")):
+        with pytest.raises(ConfigError, match=re.escape(f"run.yaml, line 3: {theirs} is not a setting.{hint}")):
             list(read_settings(path, SETTINGS))
         with pytest.raises(SystemExit):
             parse_run_config([f"--{theirs.replace('_', '-')}", "1"])
-        assert f"--{theirs} is no setting. Did you mean '--{ours}'?" in capsys.readouterr().err
+        assert f"--{theirs} is not a setting. Did you mean '--{ours}'?" in capsys.readouterr().err
 
     @pytest.mark.parametrize(("theirs", "ours"), WORDS)
     def test_losses(self, theirs, ours):
@@ -139,7 +139,7 @@ class TestEveryPlace:
     def test_a_rule_stands_where_one_setting_does_not(self, capsys):
         with pytest.raises(SystemExit):
             parse_run_config(["--report-to", "wandb"])
-        assert "--report_to is no setting. Set tensorboard, wandb or trackio to true." in capsys.readouterr().err
+        assert "--report_to is not a setting. Set tensorboard, wandb or trackio to true." in capsys.readouterr().err
         with pytest.raises(TypeError, match=r"Did you mean 'batch_size'\? It counts the episodes of an iteration"):
             RunConfig(per_device_train_batch_size=4)
 
@@ -160,7 +160,7 @@ class TestEveryPlace:
         parser.add_argument("--number")
         with pytest.raises(SystemExit):
             parser.read(["--beta=1"])
-        assert "--beta is no flag. (" in capsys.readouterr().err
+        assert "--beta is not a flag. (" in capsys.readouterr().err
 
 
 FILES = {
@@ -200,13 +200,15 @@ class TestFiles:
         path.write_text(
             "algo: GRPO\nmodel_path: tiny\ngroup_size: 8\nseed: 3\nnum_generations: 8\nlearning_rate: 1e-5\n"
         )
-        with pytest.raises(ConfigError, match=r"line 5: num_generations is no setting\. Did you mean 'group_size'\?$"):
+        with pytest.raises(
+            ConfigError, match=r"line 5: num_generations is not a setting\. Did you mean 'group_size'\?$"
+        ):
             list(read_settings(path, SETTINGS))
 
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("training:\n  epochs: 2\n", "training is no setting. Settings are flat: write those of a section without it."),
+            ("training:\n  epochs: 2\n", "training is not a setting. Settings are flat: write those of a section without it."),
             ("epochs: '[1'\n", "epochs is '[1'; expected an integer, at least 1."),
             ('lr_actor: "1e-5"\n', "lr_actor is '1e-5'; expected a number, at least 0. Leave out the quotes."),
             ("[run]\nalgo = 'GRPO'\n", "found '<scalar>'; expected lines of the form 'field: value'."),

@@ -1,4 +1,4 @@
-"""Without an extra, what needs it ends in a sentence: those of Ray, the games and completion.
+"""Without an extra, what needs it ends in a sentence: the extras of Ray, the games and completion.
 Others are tested with what they bring."""
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def carried(sent):
 
 @pytest.fixture
 def make_policy(words):
-    """Policies with a model of their own, that of a worker."""
+    """Policies with a model of their own, a worker's."""
 
     def make(lora=None, model=None, **sampling):
         model, adapter = load_tiny_model() if model is None else model, None

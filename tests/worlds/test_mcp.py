@@ -97,7 +97,7 @@ def deep(brackets: int) -> str:
 
 
 def connected(server: str | dict, timeout: float) -> MCPTools:
-    """Tools whose ``timeout`` is that of an answer alone: a connection takes longer on a busy
+    """Tools whose ``timeout`` is for an answer alone: a connection takes longer on a busy
     machine."""
     tools = MCPTools(server, timeout=LIMIT)
     tools.execute_action(call("add", a=1, b=2))
@@ -131,9 +131,9 @@ class TestCalls:
             (call("fail"), "out of stock"),
             (call("add", a=1), "(?s)b.*[Mm]issing"),
             (call("subtract"), "Unknown tool"),
-            ("<tool_call>add(1, 2)</tool_call>", "no tool call; expected JSON"),
-            ("<tool_call>[1]</tool_call>", "no tool call; expected JSON"),
-            ('<tool_call>{"arguments": {}}</tool_call>', "no tool call; expected JSON"),
+            ("<tool_call>add(1, 2)</tool_call>", "not a tool call; expected JSON"),
+            ("<tool_call>[1]</tool_call>", "not a tool call; expected JSON"),
+            ('<tool_call>{"arguments": {}}</tool_call>', "not a tool call; expected JSON"),
             (written({"name": "add", "arguments": '{"a": 1, "b": 2}'}), r"The arguments are \".*; expected an object"),
             (written({"name": "add", "arguments": [1, 2]}), r"The arguments are \[1, 2\]; expected an object"),
             (written({"name": "add", "arguments": None}), "The arguments are null; expected an object"),
@@ -147,10 +147,10 @@ class TestCalls:
             (written({"name": "add", "arguments": {"\ud83d": 2}}), "a character that JSON does not have"),
             (written({"name": "add", "arguments": {"a": math.nan, "b": 2}}), "a number or a character that JSON"),
             ('<tool_call>{"name": "add", "arguments": {"a": 1e400}}</tool_call>', "a number or a character that JSON"),
-            (f'<tool_call>{{"name": "add", "arguments": {{"a": 1{"0" * 5000}}}}}</tool_call>', "no tool call"),
-            (f"<tool_call>{'{' * 2000}</tool_call>", "no tool call; expected JSON"),
-            (f"<tool_call>{'[' * 100_000}</tool_call>", "no tool call; expected JSON"),
-            (deep(2000), "no tool call|more than 64 brackets"),
+            (f'<tool_call>{{"name": "add", "arguments": {{"a": 1{"0" * 5000}}}}}</tool_call>', "not a tool call"),
+            (f"<tool_call>{'{' * 2000}</tool_call>", "not a tool call; expected JSON"),
+            (f"<tool_call>{'[' * 100_000}</tool_call>", "not a tool call; expected JSON"),
+            (deep(2000), "not a tool call|more than 64 brackets"),
             (deep(300), "more than 64 brackets"),
             (deep(60), "(?s)a.*integer"),
         ],

@@ -136,7 +136,7 @@ class TestCommandsOfTheInterpreter:
         assert (reward, terminated) == (0, False)
         env.step(boxed("y"))
         assert not list(tmp_path.iterdir())
-        assert "Basement" in env.step(boxed("go north"))[0], "the game goes on"
+        assert "Basement" in env.step(boxed("go north"))[0], "the game continues"
 
     @pytest.mark.parametrize("command", ["go north. go east", "go north then go east", "go north\ngo east"])
     def test_one_command_a_turn(self, command):

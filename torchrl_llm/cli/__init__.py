@@ -185,7 +185,7 @@ def _explain(given: Sequence[str]) -> int:
         name: commands.add_parser(name, help=meaning, prog=f"torchrl-llm {name}") for name, meaning in COMMANDS.items()
     }
     if given and not given[0].startswith("-"):
-        parser.error(f"{given[0]!r} is no command.{nearest(given[0], [*COMMANDS])}")
+        parser.error(f"{given[0]!r} is not a command.{nearest(given[0], [*COMMANDS])}")
     arguments = parser.read(given)
     if "print_completion" not in arguments:
         parser.print_help()

@@ -170,7 +170,7 @@ def _stops(config: RunConfig, env: GEMEnv) -> Finding:
     if not stops:
         return Finding("stop ids", "ok", "a response ends at max_output_tokens")
     if strange := [i for i in stops if not 0 <= i < len(env.formatter.tokenizer)]:
-        return Finding("stop ids", "fails", f"{brief(strange)} are no tokens")
+        return Finding("stop ids", "fails", f"{brief(strange)} are not tokens")
     names = ", ".join(f"{env.formatter.tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in stops)
     return Finding("stop ids", "ok", f"a response ends at {names}")
 

@@ -46,7 +46,7 @@ def run(arguments: Namespace) -> int:
             conversation.reset()
             terminal.show("(another conversation)", style="dim")
         elif message.startswith("/"):
-            terminal.complain(f"{message!r} is no command.{nearest(message, COMMANDS)}")
+            terminal.complain(f"{message!r} is not a command.{nearest(message, COMMANDS)}")
         elif message.strip():
             _answer(terminal, conversation, message)
     return 0

@@ -108,7 +108,7 @@ class BackgroundThread:
                 self._idle = True
                 self._change.notify_all()
                 self._change.wait(_POLL_INTERVAL)
-                # A pause is no step that hangs, however long an evaluation takes.
+                # A pause is not a step that hangs, however long an evaluation takes.
                 self._last_step = time.monotonic()
             self._idle = False
             self._last_step = time.monotonic()

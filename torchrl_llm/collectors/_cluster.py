@@ -16,7 +16,7 @@ class ProcessLostError(RuntimeError):
 
 
 class Cluster(Protocol):
-    """Processes, calls of what runs in them, and their clock. A call is answered once, and those of
+    """Processes, calls of what runs in them, and their clock. A call is answered once, and calls of
     a process in order."""
 
     def make_process(self) -> Any:
@@ -26,7 +26,7 @@ class Cluster(Protocol):
         """Call a method of the actor in ``process``."""
 
     def answered(self, calls: Sequence[Hashable], timeout: float) -> Collection[Hashable]:
-        """Those of ``calls`` that are answered; if there are none, wait up to ``timeout`` seconds
+        """The ``calls`` that are answered; if there are none, wait up to ``timeout`` seconds
         for one."""
 
     def answer(self, call: Hashable) -> Any:

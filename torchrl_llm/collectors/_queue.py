@@ -188,7 +188,7 @@ class EpisodeQueue:
         self._finished = 0
 
     def _has_finished(self, size: int) -> bool:
-        """Whether the first ``size`` episodes have ended; asked after every step, so it goes on
+        """Whether the first ``size`` episodes have ended; asked after every step, so it continues
         where it stopped."""
         for episode in islice(self.episodes.values(), self._finished, size):
             if not episode.finished:

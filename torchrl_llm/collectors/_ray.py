@@ -1,7 +1,7 @@
 """Episodes over workers on Ray: :class:`RayExecutor`.
 
-Assigns episodes to workers, and runs those of a lost worker again. Ray's object store carries
-nothing but weights, so an episode is either with one worker or in this process.
+Assigns episodes to workers, and runs the episodes of a lost worker again. Ray's object store
+carries nothing but weights, so an episode is either with one worker or in this process.
 """
 
 from __future__ import annotations

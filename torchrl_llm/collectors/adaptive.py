@@ -26,12 +26,12 @@ def adapt_mixture(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list]
     Args:
         env: collected the batch, also beneath transforms; its ``task_sampler`` is replaced.
         batch: rows ``[B]`` that the collector delivered; of trees the first episode of each counts,
-            which is no continuation.
+            which is not a continuation.
         gather: concatenates the lists of several processes, such as ``Distributed.all_gather`` of
             the trainer, so that all of them update alike. Default: there is one process.
 
     Raises:
-        ValueError: ``env`` is no mixture.
+        ValueError: ``env`` is not a mixture.
         RuntimeError: episodes are running (an :class:`~torchrl_llm.collectors.AsyncTurnCollector`
             with ``max_staleness``): tasks may change between batches only.
 

@@ -38,8 +38,8 @@ class AsyncTurnCollector(EpisodeCollector):
 
     Responses are requested one by one (:meth:`TurnPolicy.submit`, :meth:`TurnPolicy.poll`),
     environments are called in threads, and a slot is refilled as soon as its episode ends. Batches
-    are those of :class:`~torchrl_llm.collectors.TurnCollector`: B tasks in the order sampled, whole
-    groups, rows ``[B]``.
+    are the same as of :class:`~torchrl_llm.collectors.TurnCollector`: B tasks in the order sampled,
+    whole groups, rows ``[B]``.
 
     With ``max_staleness=0`` (on-policy) a batch is collected with one version of the weights and
     nothing is in flight when it is delivered. With ``max_staleness=k`` up to ``(k + 1) B`` tasks
@@ -78,7 +78,7 @@ class AsyncTurnCollector(EpisodeCollector):
             pre_collect_hook, post_collect_hook: see :class:`~torchrl_llm.collectors.TurnCollector`.
 
     Raises:
-        TypeError: ``env`` is no GEMEnv.
+        TypeError: ``env`` is not a GEMEnv.
         ValueError: a setting makes no sense; the message names it.
         EnvironmentFault: at ``next()``, more than ``max_faults`` episodes failed.
 

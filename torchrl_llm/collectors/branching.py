@@ -2,7 +2,7 @@
 :func:`value_states`.
 
 A task and the responses up to a turn are a saved environment: they are replayed in a slot, and the
-policy goes on from there.
+policy continues from there.
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ def branch(
         count: continuations of each. Default 1.
         greedy: decode greedily; then all of a state are the same. Default False.
         max_faults: continuations tolerated whose environment fails; they are left out. A counter
-            goes on counting. Default 16.
+            counts on. Default 16.
 
     Returns:
         For each point its continuations, fewer than ``count`` where some failed.
 
     Raises:
-        TypeError: the environment is no GEMEnv, or is of games of several players.
+        TypeError: the environment is not a GEMEnv, or is of games of several players.
         ValueError: an episode has no such turn, or is of no task of the environment.
         RuntimeError: an episode is running in the environment.
         ReplayError: a replayed turn showed or paid something else than before: the environment is
@@ -274,8 +274,8 @@ class _Continuations(EpisodeSource):
 class BranchExecutor(ThreadExecutor):
     """Replays the first responses of each episode, and asks the policy for the others.
 
-    The arguments are those of :class:`~torchrl_llm.collectors.async_turn.ThreadExecutor`; the queue
-    knows the origin of every episode.
+    The arguments are the same as of :class:`~torchrl_llm.collectors.async_turn.ThreadExecutor`; the
+    queue knows the origin of every episode.
     """
 
     _queue: _Continuations

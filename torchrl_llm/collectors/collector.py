@@ -48,7 +48,7 @@ class EpisodeCollector(Checked, BaseCollector):
 
     Attributes:
         batch_size, group_size: episodes of a batch, and of a group.
-        env_names: the environments of a mixture; empty for an environment that is no
+        env_names: the environments of a mixture; empty for an environment that is not a
             :class:`~torchrl_llm.envs.GEMEnv`.
         max_staleness: how many versions old a token may be at delivery.
         background: whether a thread collects while the caller trains.
@@ -296,7 +296,7 @@ class EpisodeCollector(Checked, BaseCollector):
     # ---------------------------------------- the interface of TorchRL
 
     def stats(self) -> dict[str, int | float | bool]:
-        """TorchRL's counters, and those of :attr:`dropped` and :attr:`faults`."""
+        """TorchRL's counters, and the counts of :attr:`dropped` and :attr:`faults`."""
         counts = {f"dropped/{reason}": n for reason, n in self.dropped.items()}
         return super().stats() | counts | {f"faults/{reason}": n for reason, n in self.faults.items()}
 

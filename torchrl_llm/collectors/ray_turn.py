@@ -19,16 +19,16 @@ __all__ = ["RayTurnCollector", "WorkerLostError"]
 class RayTurnCollector(EpisodeCollector):
     """Collects on N Ray actors, each with an environment and a policy of its own.
 
-    Batches are those of :class:`~torchrl_llm.collectors.AsyncTurnCollector`: B tasks in the order
-    sampled, whole groups, with ``max_staleness`` and faults as there. Tasks are sampled here and
-    sent to the worker that has least to do, and weights go with them; so with ``max_staleness=0``
-    the episodes are the same for any number of workers.
+    Batches are the same as of :class:`~torchrl_llm.collectors.AsyncTurnCollector`: B tasks in the
+    order sampled, whole groups, with ``max_staleness`` and faults as there. Tasks are sampled here
+    and sent to the worker that has least to do, and weights go with them; so with
+    ``max_staleness=0`` the episodes are the same for any number of workers.
 
     A worker that dies is replaced, and its tasks are run again, from their start: each task is
     delivered once, whichever worker is lost. Workers end with the process that made them.
 
     TorchRL's ``RayCollector`` is not used: it returns the batch of whichever worker is ready first,
-    so short episodes would be favored; its state is that of workers which continue meanwhile; and
+    so short episodes would be favored; its state belongs to workers which continue meanwhile; and
     the loss of a worker ends it. Its ``RayReplayBuffer`` fits, as ``replay_buffer``.
 
     Args:
@@ -159,12 +159,13 @@ class RayTurnCollector(EpisodeCollector):
         return all(worker.info.logprobs_match_trainer for worker in self._executor.workers if worker.info is not None)
 
     def metrics(self) -> dict[str, float]:
-        """Those of every collector, the workers lost, and :attr:`parity_gap`."""
+        """The metrics of every collector, the workers lost, and :attr:`parity_gap`."""
         own = {"data/lost_workers": float(self.lost_workers), "policy/parity_gap": self.parity_gap}
         return super().metrics() | own
 
     def stats(self) -> dict[str, int | float | bool]:
-        """Those of :class:`~torchrl_llm.collectors.AsyncTurnCollector`, and the workers lost."""
+        """The counters of :class:`~torchrl_llm.collectors.AsyncTurnCollector`, and the workers
+        lost."""
         return super().stats() | {"lost_workers": self.lost_workers}
 
     def _weights(self) -> tuple[int, Any] | None:

@@ -28,11 +28,11 @@ class SelfPlayCollector(EpisodeCollector):
     """Plays games of several players in which one policy has all seats, and delivers an episode for
     each seat.
 
-    Batches are those of :class:`~torchrl_llm.collectors.TurnCollector`: rows ``[B]`` in the order
+    Batches are as of :class:`~torchrl_llm.collectors.TurnCollector`: rows ``[B]`` in the order
     sampled, by one version of the policy, with nothing in flight between them, and a resumed run
-    goes on exactly. The episodes of a game are neighbors in a batch, one a seat in the order of the
-    players, each with its own context and reward; all are trained on. All seats that are to move
-    are asked in one call of the policy, over all games.
+    continues exactly. The episodes of a game are neighbors in a batch, one a seat in the order of
+    the players, each with its own context and reward; all are trained on. All seats that are to
+    move are asked in one call of the policy, over all games.
 
     The seats of a game have different tasks, and a game that one of them wins the others lose. So
     in the rows each episode is a group of its own (``"group_id"``), and nothing compares them;
@@ -59,7 +59,7 @@ class SelfPlayCollector(EpisodeCollector):
             pre_collect_hook, post_collect_hook: see :class:`~torchrl_llm.collectors.TurnCollector`.
 
     Raises:
-        TypeError: ``env`` is no SelfPlayEnv.
+        TypeError: ``env`` is not a SelfPlayEnv.
         ValueError: ``batch_size`` is not a multiple of the number of players.
         EnvironmentFault: at ``next()``, more than ``max_faults`` games failed.
 

@@ -35,7 +35,7 @@ class Trees(Checked):
     branch then gets the mean of what followed, and one behind it is compared with the others in the
     very same state (``LLMGRPOLoss(credit="state", ...)``, after TreePO, Li et al., 2025,
     arXiv:2508.17445, and Tree-GRPO, Ji et al., 2025, arXiv:2509.21240, which also compare rows in
-    turns that they share). The expected gradient is that of episodes that do not branch, times a
+    turns that they share). The expected gradient is the one of episodes that do not branch, times a
     number.
 
     Args:
@@ -96,7 +96,7 @@ def mark_trees(rows: TensorDictBase, episodes: Sequence[Episode], trees: Trees) 
     ``"row_weight"`` ``[B]``.
 
     Args:
-        rows: those of ``episodes``, ``[B]``.
+        rows: made of ``episodes``, ``[B]``.
         episodes: as :func:`grow` returns them.
         trees: how they branched.
     """

@@ -68,7 +68,7 @@ class TurnCollector(EpisodeCollector):
         trees: continue some of the episodes from the middle and deliver all that comes of it, rows
             in which ``"tree_id"`` and ``"branch_turn"`` tell which begin alike, and
             ``"row_weight"`` how much each counts (:class:`~torchrl_llm.collectors.Trees`); for a
-            GEMEnv and a TurnPolicy. ``batch_size`` counts all rows; a group has those of all its
+            GEMEnv and a TurnPolicy. ``batch_size`` counts all rows; a group has the rows of all its
             trees. Default none.
         policy_device: the policy reads its input on this device; default the environment's.
         weight_sync_schemes: by model id, what ``update_policy_weights_()`` sends weights with, such
@@ -181,8 +181,8 @@ class LockstepExecutor(RolloutExecutor):
     """Runs any environment of batch size ``[N]`` with the keys of :mod:`torchrl_llm.keys`,
     transforms included.
 
-    The environment samples tasks itself at a partial reset, and contains its own faults; those of a
-    :class:`~torchrl_llm.envs.GEMEnv` (also beneath transforms) are counted.
+    The environment samples tasks itself at a partial reset, and contains its own faults; faults of
+    a :class:`~torchrl_llm.envs.GEMEnv` (also beneath transforms) are counted.
 
     Args:
         env: used by nothing else meanwhile.

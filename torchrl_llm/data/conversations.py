@@ -94,7 +94,7 @@ def conversation_of(record: Any) -> Conversation:
     for name in sorted(others):
         # A reward that is left out would be 0.
         if near := get_close_matches(name.lower(), ["reward", "success"], n=1, cutoff=0.8):
-            raise ValueError(f"it has {name}, which is no field. Did you mean {near[0]!r}?")
+            raise ValueError(f"it has {name}, which is not a field. Did you mean {near[0]!r}?")
     return Conversation(messages, *_ending(given), unread | (others - {*_PREFERENCES}))
 
 

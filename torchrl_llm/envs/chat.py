@@ -141,8 +141,8 @@ class ChatFormatter(Checked):
     reproduced: the policy would be trained on tokens that it did not see, or would see tokens that
     it did not sample. It is refused, unless ``history="append"`` asks to keep everything that was
     sampled and seen. Then contexts hold what the template would have removed. They are longer, and
-    they differ from those of a server that renders each turn again; serve the trained model as it
-    was trained.
+    they differ from the contexts of a server that renders each turn again; serve the trained model
+    as it was trained.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -166,7 +166,7 @@ class ChatFormatter(Checked):
         end_of_turn_ids: ids with which the tokenizer ends a response: the template's end-of-turn
             token first (before a user's message, then before tool output, if it is another one),
             then the EOS token.
-        stop_ids: the ids at which the policy stops, which are no part of a response's text either.
+        stop_ids: the ids at which the policy stops, which are not part of a response's text either.
             They are set by :func:`torchrl_llm.stops.share_stop_ids`; until then, all special
             tokens.
 
@@ -177,7 +177,7 @@ class ChatFormatter(Checked):
             message or its place.
         ControlTokenError: a message holds a control token that the tokenizer cannot spell as text
             (from :meth:`start` and :meth:`feedback`).
-        ValueError: a message is no Unicode text: it holds half of a surrogate pair (likewise).
+        ValueError: a message is not Unicode text: it holds half of a surrogate pair (likewise).
         ChatTemplateError: the template refuses the conversation, for example its system message.
 
     Examples:
@@ -284,8 +284,8 @@ class ChatFormatter(Checked):
         return Response(whole, text=text_behind_thinking(whole, self.properties.thinks, opened=self._in_thought))
 
     def answer(self, text: str, *, role: Role = "user") -> tuple[int, ...]:
-        """The ids of an answer that nobody sampled, such as a scripted player's: those of ``text``,
-        and the end of the turn.
+        """The ids of an answer that nobody sampled, such as a scripted player's: the ids of
+        ``text``, and the end of the turn.
 
         They continue a prompt as a sampled response does, in the form in which the template writes
         such a message (:mod:`torchrl_llm.envs.answers`): a thought that the prompt opens is not
@@ -303,7 +303,7 @@ class ChatFormatter(Checked):
                 the context.
             MissingThinkingError: the template opens a thought, which the text does not close, and
                 ``missing_thinking`` does not allow it.
-            ValueError: it is no Unicode text: it holds half of a surrogate pair.
+            ValueError: it is not Unicode text: it holds half of a surrogate pair.
         """
         _check_unicode(text)
         end = self._ends[role]

@@ -182,7 +182,7 @@ def train_test_split(dataset: Any, *, test_size: float, seed: int = 0) -> dict[s
 
 
 def _rows_of(dataset: Any, stream: Stream, columns: dict[str, Any]) -> tuple[Row, ...]:
-    """The rows of ``stream``; those of other splits are read only to check that none is in two
+    """The rows of ``stream``; rows of other splits are read only to check that none is in two
     splits."""
     splits = dataset if isinstance(dataset, Mapping) else {"train": dataset}
     name = next((name for name in SPLITS[stream] if name in splits), None)
@@ -362,8 +362,8 @@ class PromptDatasetEnv(GEMEnv):
         question, answer: the columns; default ``"question"`` and ``"answer"``.
         conversation_template: see :class:`PromptFormatter`; default one user message, the question.
         batched: ``reward_fn`` takes lists and returns as many rewards (a list, array or tensor):
-            those of a step in one call. A collector that runs slots one by one calls it with one at
-            a time. Default False.
+            the responses of a step in one call. A collector that runs slots one by one calls it
+            with one at a time. Default False.
         reward_timeout: seconds that a call of an ``async def`` may take; default 60.
         shuffle: a new order in every epoch of training; default True. Evaluation keeps the order of
             the dataset.

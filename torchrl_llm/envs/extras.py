@@ -23,7 +23,7 @@ BLANKS: dict[type, float] = {float: math.nan, str: 0}
 """By kind, the value of a turn that has none."""
 
 MOST_CHARACTERS = 4096
-"""Characters of a text that are kept; its hash is that of the whole text."""
+"""Characters of a text that are kept; its hash covers the whole text."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -119,7 +119,7 @@ def text_key(text: str) -> int:
 
 
 def check_kinds(kinds: Any, name: str) -> None:
-    """Refuse a declaration that is no mapping from names to ``float`` or ``str``.
+    """Refuse a declaration that is not a mapping from names to ``float`` or ``str``.
 
     Raises:
         TypeError: the message names the environment.

@@ -330,7 +330,7 @@ def divide_rows(env: Any, stream: Stream) -> None:
     streams share one.
 
     Eight tenths are for training, one for evaluations during a run, one for those before and after
-    it. Rows of a data set with the same question are one; those of reasoning_gym are only counted,
+    it. Rows of a data set with the same question are one; rows of reasoning_gym are only counted,
     since to make all takes minutes. Other environments stay as they are.
 
     Args:

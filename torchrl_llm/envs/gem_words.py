@@ -31,7 +31,7 @@ def read_words(word_list: str | Path) -> tuple[str, ...]:
             anything but the letters a to z is left out, and so is a word that came before.
 
     Raises:
-        ConfigError: there is no such file, it is no text, or no line is a word.
+        ConfigError: there is no such file, it is not a text, or no line is a word.
 
     Examples:
         >>> len(read_words("reasoning_gym")) > 100_000

@@ -234,7 +234,7 @@ class IsolatedEnv:
         return env
 
     def _check_extras(self, env: TextEnv) -> None:
-        """Warn, once, if the environment declares extras that its factory does not: those of a
+        """Warn, once, if the environment declares extras that its factory does not: the extras of a
         lambda cannot be seen."""
         # of an environment that declares none it may be anything
         declared = getattr(env, "extras", None)
@@ -437,7 +437,7 @@ class Pool:
             return True
 
     def close(self, timeout: float) -> list[int]:
-        """Let the threads end with the calls that they are in; those of abandoned calls do not
+        """Let the threads end with the calls that they are in; threads of abandoned calls do not
         count. Safe to call twice.
 
         Args:

@@ -61,7 +61,7 @@ def plain_messages(given: Any) -> Messages:
             they change what is said.
 
     Raises:
-        ValueError: it is no list of messages, or one holds what cannot be written as its text.
+        ValueError: it is not a list of messages, or one holds what cannot be written as its text.
 
     Examples:
         >>> plain_messages([{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]).messages
@@ -70,7 +70,7 @@ def plain_messages(given: Any) -> Messages:
     if isinstance(given, str):
         raise ValueError(f"{given!r:.80} is text; expected a list of messages (json.loads reads one from its text).")
     if not is_list(given):
-        raise ValueError(f"{given!r:.80} is no list of messages.")
+        raise ValueError(f"{given!r:.80} is not a list of messages.")
     read = [_plain_message(each) for each in given]
     return Messages([message for message, _ in read], set().union(*(unread for _, unread in read)))
 
@@ -89,7 +89,7 @@ def is_empty(value: Any) -> bool:
 
 def _plain_message(given: Any) -> tuple[dict[str, str], set[str]]:
     if not isinstance(given, Mapping):
-        raise ValueError(f"{given!r:.80} is no message; expected texts as role and content.")
+        raise ValueError(f"{given!r:.80} is not a message; expected texts as role and content.")
     names = ("from", "value") if "from" in given and "role" not in given else ("role", "content")
     # A table gives every message the fields that one of them has.
     others = {name: value for name, value in given.items() if name not in names and not is_empty(value)}
@@ -99,7 +99,7 @@ def _plain_message(given: Any) -> tuple[dict[str, str], set[str]]:
     role, content = given.get(names[0]), _text(given.get(names[1]))
     if not isinstance(role, str) or not isinstance(content, str):
         parts = "; of a list of parts only text is read" if is_list(content) else ""
-        raise ValueError(f"{given!r:.80} is no message; expected texts as {names[0]} and {names[1]}{parts}.")
+        raise ValueError(f"{given!r:.80} is not a message; expected texts as {names[0]} and {names[1]}{parts}.")
     if role == "function_call":
         raise ValueError(f"{given!r:.80} has the role {role}, and {_MEANS_SOMETHING[role]}.")
     role = _ROLES.get(role, role)

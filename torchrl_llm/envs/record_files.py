@@ -22,7 +22,7 @@ _NO_TEXT = {
     codecs.BOM_UTF16_LE: "is UTF-16: save it as UTF-8",
     codecs.BOM_UTF16_BE: "is UTF-16: save it as UTF-8",
 }
-"""First bytes of files that are no text in UTF-8, and what to do."""
+"""First bytes of files that are not text in UTF-8, and what to do."""
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Any]]:
@@ -128,7 +128,7 @@ def _from_parquet(path: Path) -> Iterator[tuple[str, Any]]:
             names = file.schema_arrow.names
             rows = [row for batch in file.iter_batches() for row in batch.to_pylist()]
     except (ArrowException, OSError) as error:
-        raise ValueError(f"{path} is no whole parquet file: {error}") from error
+        raise ValueError(f"{path} is not a whole parquet file: {error}") from error
     try:
         _check_names(names)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Reward functions: calls and checks of those of :class:`~torchrl_llm.envs.PromptDatasetEnv`.
+"""How the reward functions of :class:`~torchrl_llm.envs.PromptDatasetEnv` are called and checked.
 
 A function grades one completion or a batch, synchronously or as a coroutine. In all cases
 :class:`Grader` returns a finite number or a :class:`RewardError` for every completion, and
@@ -280,7 +280,7 @@ class Grader:
         return error
 
     def _advice(self, reward: Any) -> str:
-        """What may have been meant by something that is no number."""
+        """What may have been meant by something that is not a number."""
         if isinstance(reward, Mapping | tuple):
             return ": the number alone, of parts their sum"
         is_list = isinstance(reward, list) or hasattr(reward, "tolist")

@@ -12,7 +12,7 @@ class SeenTasks:
     """The tasks of training so far, as hashes of eight bytes each.
 
     Memory is bounded: beyond ``limit`` tasks those with the lowest hashes are kept, and an overlap
-    is that of the tasks that fall among them, which is a sample of all.
+    is taken from the tasks that fall among them, which is a sample of all.
 
     Args:
         limit: how many are kept; default 2**20 (8 MB).

@@ -492,7 +492,7 @@ class SlotMachine:
         return {slot: self._outcome(call, *calls[slot][:2]) for slot, call in made.items()}
 
     def _outcome(self, call: Call, task_spec: TaskSpec, turn: int) -> Any:
-        """The reply or the fault of a finished call. Raises errors that are no faults of the
+        """The reply or the fault of a finished call. Raises errors that are not faults of the
         environment."""
         if call.error is None:
             return call.result

@@ -181,7 +181,8 @@ class _Probe:
 
     @cached_property
     def _pairs(self) -> list[Pair]:
-        """The pairs that may stand within an answer: not those of the template around messages."""
+        """The pairs that may stand within an answer: not the pairs of the template around
+        messages."""
         around = self._prompt.rpartition(_asked(0))[2].removesuffix(self._generation_prompt)
         around += self._followed.rpartition(_asked(1))[0].rpartition(_answered(0))[2]
         pairs = marker_pairs(self.render.source, self.control)
@@ -318,7 +319,7 @@ class _Probe:
             except ChatTemplateError:
                 continue
             before = self._prompt + said.response
-            # A control token is no text that a model writes: a template may take it out of
+            # A control token is not text that a model writes: a template may take it out of
             # messages.
             dropped = followed.count(_THOUGHT) < said.response.count(_THOUGHT)
             if dropped or not (followed.startswith(before) or self.tokens.search(text)):

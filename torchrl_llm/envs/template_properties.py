@@ -37,8 +37,8 @@ class TemplateProperties:
 
     Attributes:
         first: the frame of the first message.
-        frames: the frames of later messages, by their role. That of ``"tool"`` is the user's if the
-            template has no tool role.
+        frames: the frames of later messages, by their role. The frame of ``"tool"`` is the user's
+            if the template has no tool role.
         opens: the tail of the generation prompt that belongs to the answer: the thought that it
             opens, such as ``<think>\\n``, or an empty one. ``""``: there is none.
         closes: the token that closes what ``opens`` leaves open; ``None``: it is closed, or empty.

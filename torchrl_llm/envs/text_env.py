@@ -101,7 +101,7 @@ class TextStep(NamedTuple):
             kinds: the extras that the environment declares; default none.
 
         Raises:
-            TypeError, ValueError: it is no step, its reward is not finite or too large
+            TypeError, ValueError: it is not a step, its reward is not finite or too large
                 (:data:`~torchrl_llm.episode.LARGEST_REWARD`), or a declared extra is missing.
         """
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[0], str)):
@@ -341,8 +341,8 @@ class EnvSpec:
 
     Raises:
         ValueError: ``success_by`` is neither ``"last"`` nor ``"return"``.
-        TypeError: ``extras`` is no mapping from names to ``float`` or ``str``, or ``single_turn``
-            is no boolean.
+        TypeError: ``extras`` is not a mapping from names to ``float`` or ``str``, or
+            ``single_turn`` is not a boolean.
     """
 
     name: str

@@ -119,7 +119,7 @@ def decide_stop_ids(
     strange = [i for i in found if not 0 <= i < vocabulary]
     if strange:
         raise ConfigError(
-            f"stop_ids {brief(strange)} are no ids of the model, whose vocabulary has {vocabulary} tokens."
+            f"stop_ids {brief(strange)} are not ids of the model, whose vocabulary has {vocabulary} tokens."
         )
     return replace(sampling, stop_ids=found)
 

@@ -125,7 +125,7 @@ def read_adapter(path: Path) -> Adapter:
                 re.compile(pattern)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, re.error) as error:
         raise WeightsError(
-            f"{path / _CONFIG} is no file of PEFT, or is damaged: {type(error).__name__}: {error}"
+            f"{path / _CONFIG} is not a file of PEFT, or is damaged: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(config, LoraConfig):
         raise WeightsError(f"{path / _CONFIG} has peft_type {config.peft_type!r}; expected 'LORA'.")

@@ -59,7 +59,7 @@ def write_report(folder: str | Path, *, full: bool = False) -> Path:
     Examples:
         >>> write_report("runs/none")
         Traceback (most recent call last):
-        FileNotFoundError: runs/none is no folder; expected the output_dir of a run.
+        FileNotFoundError: runs/none is not a folder; expected the output_dir of a run.
     """
     folder = Path(folder)
     files = RunFiles.of(folder)

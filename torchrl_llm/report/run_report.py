@@ -116,7 +116,7 @@ def _read_evaluation(path: Path) -> Evaluation:
         problems.append(str(error).partition(" ")[2])
     if problems:
         raise ConfigError(
-            f"{path} is no evaluation that a run has written ({' '.join(problems)}): move it away, and resume again."
+            f"{path} is not an evaluation that a run has written ({' '.join(problems)}): move it away, and resume again."
         )
     return evaluation
 

@@ -122,7 +122,7 @@ def find_place(config: RunConfig, given: Given, opened: ExitStack) -> Place:
 
 
 def settle(config: RunConfig, place: Place, tokenizer: Any) -> RunConfig:
-    """The settings with numbers and dates in place of ``None``: those of the checkpoint, or the
+    """The settings with numbers and dates in place of ``None``: the checkpoint's, or the
     defaults of this run."""
     check_length(config, config.max_model_len)
     check_teacher(config, tokenizer)
@@ -332,6 +332,6 @@ def continue_run(
         if config.accept_changes:
             trainer.reconsider()
     if rollouts.weight_sync is not None:
-        # The engine has the weights of model_path so far. This is no update: the version stays.
+        # The engine has the weights of model_path so far. This is not an update: the version stays.
         rollouts.policy.policy_version -= 1
         rollouts.weight_sync.send()

@@ -141,7 +141,7 @@ class CheckpointStore:
         the checkpoint of its iteration.
 
         Raises:
-            CheckpointError: a folder ``last`` or ``best`` is no copy of a checkpoint.
+            CheckpointError: a folder ``last`` or ``best`` is not a copy of a checkpoint.
         """
         found = {self.own_place(copy): copy for copy in self._copies()}
         for path in self.directory.glob("checkpoint-*"):
@@ -151,10 +151,10 @@ class CheckpointStore:
 
     def own_place(self, path: Path) -> Path:
         """The right place of the checkpoint in ``path``: ``path``, or, for a folder ``last`` or
-        ``best``, that of its iteration.
+        ``best``, the checkpoint of its iteration.
 
         Raises:
-            CheckpointError: such a folder is no checkpoint, holds other files too, or is another
+            CheckpointError: such a folder is not a checkpoint, holds other files too, or is another
                 than the one in its place.
         """
         if path not in self._copies():
@@ -225,8 +225,8 @@ class CheckpointStore:
         that is whole already.
 
         Raises:
-            CheckpointError: the folder is no copy of a checkpoint, or the checkpoint that it is a
-                copy of is damaged.
+            CheckpointError: the folder is not a copy of a checkpoint, or the checkpoint that it is
+                a copy of is damaged.
         """
         for copy in self._copies():
             self._put_in_place(copy)
@@ -316,7 +316,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: the checkpoint is damaged; the message names the file, and a whole one
-                if there is one. Or its manifest is not that of the rest.
+                if there is one. Or its manifest does not belong to the rest.
         """
         if manifest is None:
             # On one rank: the sums take a pass over all files, which all ranks share.

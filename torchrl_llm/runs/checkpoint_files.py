@@ -46,7 +46,7 @@ def verify(path: str | Path) -> dict[str, Any]:
         sums = _read_sums(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is no whole checkpoint, or one of an earlier version of this library (its weights load with init_from): "
+            f"{path} is not a whole checkpoint, or one of an earlier version of this library (its weights load with init_from): "
             f"{path / _SUMS} cannot be read: {error}"
         ) from error
     # Before the manifest is parsed, which the sums cover too.
@@ -54,7 +54,7 @@ def verify(path: str | Path) -> dict[str, Any]:
     try:
         manifest = Checkpoint.manifest(path)
     except (CheckpointError, OSError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path / 'manifest.json'} is no manifest of a checkpoint: {error}") from error
+        raise CheckpointError(f"{path / 'manifest.json'} is not a manifest of a checkpoint: {error}") from error
     _check_metadata(path, manifest.get("metadata"))
     return manifest
 
@@ -78,7 +78,7 @@ def _files(path: Path) -> list[str]:
 
 
 def foreign_files(path: Path) -> list[str]:
-    """The files in a checkpoint's folder that were not saved with it; of a folder that is no
+    """The files in a checkpoint's folder that were not saved with it; of a folder that is not a
     checkpoint, all files."""
     try:
         saved = {_SUMS, *_read_sums(path)}
@@ -150,7 +150,7 @@ def publish(place: Path, write: Callable[[Path], None]) -> None:
         write: writes everything but the sums into the folder given to it, which does not exist yet.
 
     Raises:
-        CheckpointError: ``place`` holds files that are no checkpoint's.
+        CheckpointError: ``place`` holds files that are not a checkpoint's.
     """
     check_replaceable(place)
     stage = place.parent / f".{place.name}.stage-{uuid.uuid4().hex}"

@@ -37,7 +37,7 @@ SamplingSettings: Any = options_class(
 
 def shown_default(name: str, algo: Algorithm | None = None) -> str:
     """The default of a setting as text; for an option of the losses, the default of each loss, or
-    of that of ``algo`` alone.
+    of the loss of ``algo`` alone.
 
     Examples:
         >>> shown_default("epochs"), shown_default("clip_epsilon"), shown_default("kl_in")
@@ -96,7 +96,7 @@ def _template_text(given: str) -> str:
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path that cannot be one
         beside = [str(each) for each in path.parent.glob("*.jinja")]
         raise ConfigError(
-            f"chat_template is {given!r:.200}, which is no Jinja template (it has neither {{{{ nor {{%) and no file that can be "
+            f"chat_template is {given!r:.200}, which is not a Jinja template (it has neither {{{{ nor {{%) and no file that can be "
             f"read ({error}).{nearest(given, beside)}"
         ) from error
     if not settings.is_template(text):
@@ -351,7 +351,7 @@ class RunConfig(
         stock = LOSSES[self.algo]
         if loss_class is not None and not issubclass(loss_class, stock):
             raise ConfigError(
-                f"The settings of algo={self.algo!r} are those of {stock.__name__}, which {loss_class.__name__} is no subclass "
+                f"The settings of algo={self.algo!r} are those of {stock.__name__}, which {loss_class.__name__} is not a subclass "
                 "of: choose the algorithm that it is one of, or make it from fields of the config by hand."
             )
         values = {name: getattr(self, name) for name in loss_settings(self.algo)}
@@ -371,7 +371,7 @@ class RunConfig(
         """The class that :attr:`estimator` names; ``None``: the algorithm's own.
 
         Raises:
-            ConfigError: there is no such class, or it is no
+            ConfigError: there is no such class, or it is not a
                 :class:`~torchrl_llm.objectives.TurnEstimator`.
         """
         if self.estimator is None:
@@ -390,7 +390,7 @@ class RunConfig(
 
     @property
     def slots(self) -> int:
-        """``num_envs``, or, where none is given and none was chosen, that of a run of one
+        """``num_envs``, or, where none is given and none was chosen, the number in a run of one
         process."""
         return self.num_envs or self.default_num_envs()
 

@@ -121,7 +121,7 @@ def read_demonstrations(
         path: ``.jsonl``, ``.json`` or ``.parquet`` (:func:`~torchrl_llm.data.read_transcripts`),
             ``.safetensors``, or the folder of a run. Its evaluations are left out: they are what a
             run is measured by.
-        env: its formatter renders messages, and its tokenizer is that of recordings.
+        env: its formatter renders messages, and its tokenizer is the one of recordings.
         max_model_len: longest row in tokens.
         sampling: the policy's; default ``SamplingConfig()``, which holds no end of a turn back.
 
@@ -162,7 +162,7 @@ def _read(path: Path, env: GEMEnv) -> list[Episode]:
         return read_transcripts(path, env.formatter)
     if path.is_file() and path.suffix != ".safetensors":
         raise RecordingError(
-            f"it is no {', '.join(TRANSCRIPTS)}, which hold messages, and no .safetensors, which is a recording."
+            f"it is not {', '.join(TRANSCRIPTS)}, which hold messages, and no .safetensors, which is a recording."
         )
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     files = [path] if path.is_file() else [*RecordingFolder(folder, interval=1, max_bytes=1).training().values()]
@@ -172,7 +172,7 @@ def _read(path: Path, env: GEMEnv) -> list[Episode]:
     episodes = [episode for recording in recordings for episode in episodes_of(recording)]
     if not episodes:
         raise RecordingError(
-            f"it holds no recorded episodes of training (record_interval above 0), and is no file of messages ({', '.join(TRANSCRIPTS)})."
+            f"it holds no recorded episodes of training (record_interval above 0), and is not a file of messages ({', '.join(TRANSCRIPTS)})."
         )
     return episodes
 

@@ -89,8 +89,8 @@ def _check_supported(device: torch.device) -> None:
 
 
 def make_numerics(config: RunConfig, device: torch.device) -> Numerics:
-    """Those of a run's settings: on CUDA float32 products are of "high" precision, unless the
-    settings say otherwise.
+    """The numerics of a run's settings: on CUDA float32 products are of "high" precision, unless
+    the settings say otherwise.
 
     Raises:
         ConfigError: ``deterministic`` on CUDA without the environment variable that cuBLAS needs

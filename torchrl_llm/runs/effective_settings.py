@@ -1,7 +1,7 @@
 """The settings of a run that have an effect, with the values that they have:
 :func:`effective_settings`.
 
-Two runs are of one setting if these are equal. They are those of the settings file, of the loss and
+Two runs are of one setting if these are equal. They come from the settings file, of the loss and
 the estimator that the run really has, and of what was given in Python.
 """
 
@@ -26,7 +26,7 @@ _NO_EFFECT = (*HOW_TO_RUN, "max_tokens")
 """Settings that change no number of a run, but for rounding: ``max_tokens`` bounds memory."""
 
 _PARTS = ("actor", "critic", "joint", "single_turn", "partial", "value_network", "value_chunk_size", "process_group")
-"""Parameters of losses and estimators that are no options, or change no number."""
+"""Parameters of losses and estimators that are not options, or change no number."""
 
 
 def effective_settings(config: RunConfig, loss: TurnPolicyLoss | None = None) -> dict[str, Any]:
@@ -34,12 +34,12 @@ def effective_settings(config: RunConfig, loss: TurnPolicyLoss | None = None) ->
 
     Args:
         config: the settings as given.
-        loss: the run's, with its estimator; default: that of the settings.
+        loss: the run's, with its estimator; default: the one of the settings.
 
     Returns:
         Name -> value. An option of the loss or the estimator has the value that these objects have,
         also where the loss was given in Python, for the defaults depend on each other. Options
-        that are no settings are there if they are not their class's default, and ``"loss"`` and
+        that are not settings are there if they are not their class's default, and ``"loss"`` and
         ``"estimator"`` as classes, if they are not the algorithm's own.
 
     Examples:
@@ -105,7 +105,7 @@ def _is_met(rule: Idle, values: Mapping[str, Any]) -> bool:
 def _is_harmless(config: RunConfig, name: str, rule: Idle) -> bool:
     """Whether an idle setting is not given, or asks for what happens anyway; any other is refused,
     so that it is not idle."""
-    # a rule of a loss names options that are no settings too
+    # a rule of a loss also names options that are not settings
     option = options_of(RunConfig).get(name)
     return option is None or getattr(config, name) in (option.default, rule.harmless.get(name, option.default))
 
@@ -114,7 +114,7 @@ def changed_settings(config: RunConfig, loss: TurnPolicyLoss | None = None) -> d
     """The settings that are not the defaults: name -> value and default as text.
 
     The default of an option of the loss is the one that it has beside the other settings. Options
-    that are no settings, of a loss that was given in Python, count too.
+    that are not settings, of a loss that was given in Python, count too.
 
     Examples:
         >>> changed_settings(RunConfig(granularity="token", gamma=0.9))

@@ -43,7 +43,7 @@ def export_model(saved: SavedModel, place: str | Path, *, format: Format, **chan
         saved: the model.
         place: the folder; it may be there if it is empty. It is whole or not there.
         format: ``"adapter"``, for PEFT; or ``"merged"``, one whole model for transformers and vLLM.
-        changes: settings that differ from those of the run while an adapter is merged, such as
+        changes: settings that differ from the run's while an adapter is merged, such as
             ``device``.
 
     Returns:

@@ -30,7 +30,7 @@ def parse_run_config(argv: Sequence[str] | None = None, *, description: str | No
     and its line.
 
     Args:
-        argv: the arguments; None takes those of the process.
+        argv: the arguments; None takes the process's.
         description: shown by ``--help``.
 
     Returns:
@@ -99,8 +99,8 @@ def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_config_of(arguments: argparse.Namespace) -> RunConfig:
-    """The settings of parsed arguments (:func:`add_settings`), without those of a file that a flag
-    leaves without effect.
+    """The settings of parsed arguments (:func:`add_settings`), without the settings of a file that
+    a flag leaves without effect.
 
     If that flag is the algorithm, they are refused: a file is tuned for one algorithm, and its
     other numbers would not fit.

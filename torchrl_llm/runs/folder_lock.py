@@ -57,7 +57,7 @@ class FolderLock:
                 f"{folder} is in use by another run ({self._holder()}): wait until it ends, end it, or choose another output_dir."
             ) from error
         except PermissionError as error:
-            # filelock refuses the file; this is no file system without locks.
+            # filelock refuses the file; this is not a file system without locks.
             raise ConfigError(
                 f"{self.file} belongs to user {self.file.stat().st_uid}, who could replace it while it is locked ({error.strerror}): "
                 "remove it if no run uses the folder, or choose another output_dir."

@@ -35,7 +35,7 @@ def git_revision() -> str | None:
     """The commit of this library, where it runs from its own repository (and not from one that it
     is installed in).
 
-    It is that of the first call in this process: what is checked out later is not what runs.
+    It is the commit at the first call in this process: what is checked out later is not what runs.
     """
     here = Path(__file__)
 

@@ -27,13 +27,13 @@ NO_CRITIC = TensorDictModule(nn.Identity(), in_keys=[keys.TOKENS], out_keys=[key
 """The keys of actor and critic, and no weights: what a loss asks of them when it is made."""
 
 _DECIDED_BY_THE_RUN = ("actor", "critic", "joint", "single_turn", "partial")
-"""Parameters of losses that are no settings."""
+"""Parameters of losses that are not settings."""
 
 _OTHER_HINTS: dict[str, Any] = {
     "kl_kind": Literal["k2", "k3"],  # as a loss "k1" has no gradient in expectation
     "clip_value": NonNegative,  # None is the loss's default here, so that 0 has to mean no bound
 }
-"""Annotations of settings that differ from those of the losses."""
+"""Annotations of settings that differ from the losses' own."""
 
 
 @cache
@@ -73,12 +73,12 @@ class LossConfig(LossOptions):
 
 
 def only_of(algo: Algorithm) -> tuple[str, ...]:
-    """The settings that no loss but that of ``algo`` takes."""
+    """The settings that no loss but the one of ``algo`` takes."""
     others = {name for other in LOSSES if other != algo for name in loss_settings(other)}
     return tuple(name for name in loss_settings(algo) if name not in {*others, "group_size"})
 
 
 def missing_in(algo: Algorithm) -> tuple[str, ...]:
-    """The settings that the losses of several others take, and that of ``algo`` does not."""
+    """The settings that the losses of several others take, and the loss of ``algo`` does not."""
     own = {"group_size", *loss_settings(algo), *(name for other in LOSSES for name in only_of(other))}
     return tuple(dict.fromkeys(name for other in LOSSES for name in loss_settings(other) if name not in own))

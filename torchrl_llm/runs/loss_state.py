@@ -91,7 +91,7 @@ def own_state(loss: TurnPolicyLoss) -> dict[str, Any]:
     networks = [network for network in (loss.actor_network, loss.critic_network) if network is not None]
     inside = {id(module) for network in networks for module in network.modules()}
     prefixes = tuple(f"{name}." for name, module in loss.named_modules(remove_duplicate=False) if id(module) in inside)
-    # By identity too: a loss may hold the networks' tensors under further names, as that of a
+    # By identity too: a loss may hold the networks' tensors under further names, as the loss of a
     # shared trunk does.
     shared = {id(tensor) for network in networks for tensor in (*network.parameters(), *network.buffers())}
     found = loss.state_dict(keep_vars=True).items()

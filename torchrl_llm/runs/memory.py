@@ -74,8 +74,8 @@ _CAST_HIDDEN, _CAST_WIDTH = 6, 1
 
 _ROOM = {"cpu": 4 * 2**30, "cuda": 8 * 2**30}
 """Bytes that the activations of a micro-batch may take where ``max_tokens`` is not given, by the
-kind of device. More tokens are hardly faster: those of a large model are work enough for a device,
-and of a small model many fit."""
+kind of device. More tokens are hardly faster: the tokens of a large model are work enough for a
+device, and of a small model many fit."""
 
 
 def empty_model(config: RunConfig) -> Any:
@@ -193,7 +193,7 @@ def with_max_tokens(
 
     Args:
         config: the settings.
-        saved: those of the checkpoint that the run continues; ``None``: it is new.
+        saved: settings of the checkpoint that the run continues; ``None``: it is new.
         device: of model and training.
         distributed: the training processes.
     """
@@ -345,7 +345,7 @@ def _activations(config: RunConfig, model: Any, tokens: int, device: torch.devic
     kept = size * layers * hidden + layer if config.gradient_checkpointing else layers * layer
     rows = embedding_of(model).shape[0]
     logits = _LOGIT * min(config.chunk_logits or default_chunk_logits(device), tokens * rows)
-    # The backward of the head comes before that of the layers: the one that is recomputed is not
+    # The backward of the head comes before the layers' backward: the one that is recomputed is not
     # there yet.
     return {
         "activations": tokens * kept,

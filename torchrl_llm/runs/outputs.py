@@ -171,7 +171,7 @@ def with_final(history: Sequence[Mapping[str, float]], after: Mapping[str, float
 
     Args:
         history: the metrics of each iteration.
-        after: those of the evaluation, ``Evaluation.metrics("evaluation")``; empty without one.
+        after: metrics of the evaluation, ``Evaluation.metrics("evaluation")``; empty without one.
 
     Examples:
         >>> with_final([{"rollout/steps": 9.0}], {"evaluation/success": 0.5})
@@ -192,5 +192,5 @@ def write_json(result: Mapping[str, Any], path: Path) -> None:
             return [clean(entry) for entry in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    # allow_nan=False: by default json writes NaN, which is no JSON and which other readers refuse.
+    # allow_nan=False: by default json writes NaN, which is not JSON and which other readers refuse.
     write_text(path, json.dumps(clean(result), indent=2, allow_nan=False, default=str) + "\n")

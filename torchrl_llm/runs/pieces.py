@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class TokenTexts:
     """The text of each token of a tokenizer, kept once it is known.
 
-    A token may be a part of a character: bytes that are no text alone are lone surrogates
+    A token may be a part of a character: bytes that are not text alone are lone surrogates
     (``errors="surrogateescape"``), which JSON keeps, and :func:`join_pieces` puts together.
 
     Args:
@@ -66,7 +66,7 @@ def _escaped(data: bytes) -> str:
 def join_pieces(pieces: Sequence[str]) -> list[str]:
     """The pieces with characters put together: one of several tokens stands at the last of them.
 
-    Bytes that are no character with those after them become the replacement character.
+    Bytes that are not a character with those after them become the replacement character.
 
     Examples:
         >>> join_pieces(["a", "\\udcc3", "\\udca9", "b"])
@@ -76,6 +76,6 @@ def join_pieces(pieces: Sequence[str]) -> list[str]:
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     last = len(pieces) - 1
-    # Other surrogates are no bytes: no tokenizer writes them, and a stranger's file may hold them.
+    # Other surrogates are not bytes: no tokenizer writes them, and a stranger's file may hold them.
     known = [_NO_BYTE.sub("\ufffd", piece).encode("utf-8", "surrogateescape") for piece in pieces]
     return [decoder.decode(piece, i == last) for i, piece in enumerate(known)]

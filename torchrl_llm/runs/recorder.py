@@ -155,8 +155,8 @@ class RolloutRecorder(Callback):
             self._unwritten = trimmed(self._rows), self._about_batch(trainer, self._rows)
         if self._unwritten is not None:
             arrays, about = self._unwritten
-            # Not scored now: an error may have ended the run within an update, whose weights are
-            # those of no iteration.
+            # Not scored now: an error may have ended the run within an update, whose weights
+            # belong to no iteration.
             missing = dict.fromkeys(_NEW, "the run ended before these rows were scored")
             self._write(trainer, arrays, about | {"missing": missing})
         self._rows = self._unwritten = None

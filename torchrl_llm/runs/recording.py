@@ -34,7 +34,7 @@ FORMAT = 1
 """Version of the format; another one is not read."""
 
 FOLDER = "rollouts"
-"""The folder of the recordings in that of a run."""
+"""The folder of the recordings in the folder of a run."""
 
 Kind = Literal["training", "before", "after"]
 """A training batch, or the evaluation before or after training."""
@@ -85,7 +85,7 @@ class Recording:
 
 
 class RecordingError(ValueError):
-    """A file that is no recording, or is damaged."""
+    """A file that is not a recording, or is damaged."""
 
 
 def trimmed(rows: TensorDictBase) -> dict[str, Tensor]:
@@ -115,7 +115,7 @@ def trimmed(rows: TensorDictBase) -> dict[str, Tensor]:
 
 
 def used_texts(rows: TensorDictBase, texts: Mapping[int, str]) -> dict[int, str]:
-    """Those of ``texts`` (hash -> text) that extras of rows ``[B]`` are hashes of."""
+    """The ``texts`` (hash -> text) that extras of rows ``[B]`` are hashes of."""
     hashes = [value for value in keys.turn_extras(rows).values() if not value.is_floating_point()]
     found = {key for value in hashes for key in value.unique().tolist()}
     return {key: texts[key] for key in sorted(found) if key in texts}
@@ -137,7 +137,7 @@ def write_recording(path: Path, arrays: Mapping[str, Tensor], **about: Any) -> N
         arrays: :func:`trimmed` rows.
         **about: the other attributes of a :class:`Recording`.
     """
-    # ASCII: lone surrogates, which stand for parts of a character, are no UTF-8.
+    # ASCII: lone surrogates, which stand for parts of a character, are not UTF-8.
     metadata = {"torchrl_llm": json.dumps({"format": FORMAT, **about})}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, save(dict(arrays), metadata))
@@ -154,7 +154,7 @@ def read_recording(path: Path) -> Recording:
             about = json.loads((file.metadata() or {})["torchrl_llm"])
             if about.pop("format") != FORMAT:
                 raise RecordingError(f"{path} has another format; expected {FORMAT}: write it with this version.")
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dictionary
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a dictionary
         for name in ("pieces", "texts"):  # JSON has no integers for keys
             about[name] = {int(key): text for key, text in about.get(name, {}).items()}
         recording = Recording(**about | {"env_names": tuple(about["env_names"])}, arrays=arrays)
@@ -164,7 +164,7 @@ def read_recording(path: Path) -> Recording:
     except RecordingError:
         raise
     except (SafetensorError, OSError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise RecordingError(f"{path} is no recording, or is damaged ({error}): move it away.") from error
+        raise RecordingError(f"{path} is not a recording, or is damaged ({error}): move it away.") from error
 
 
 def _wrong_about(recording: Recording) -> Iterator[str]:
@@ -183,7 +183,7 @@ def _wrong_about(recording: Recording) -> Iterator[str]:
             yield f"{name} is {value!r:.80}, expected {describe(hint)}"
     for name in ("pieces", "texts", "missing"):
         if not all(isinstance(text, str) for text in getattr(recording, name).values()):
-            yield f"{name} are no texts"
+            yield f"{name} are not texts"
 
 
 def _wrong_arrays(recording: Recording) -> Iterator[str]:

@@ -50,7 +50,7 @@ def find_start(config: RunConfig, folder: RunFolder, python_parts: Mapping[str, 
             :class:`~torchrl_llm.runs.CheckpointStore` has them.
 
     Raises:
-        ConfigError: the run differs from that of the checkpoint in what ``config.accept_changes``
+        ConfigError: the run differs from the checkpoint's in what ``config.accept_changes``
             does not name, or the checkpoint is of version 0.1.0.
     """
     folder.check()

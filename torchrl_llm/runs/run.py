@@ -123,7 +123,7 @@ class Run:
             The folder.
 
         Raises:
-            CheckpointError: ``path`` holds files that are no checkpoint's.
+            CheckpointError: ``path`` holds files that are not a checkpoint's.
         """
         return self.checkpoints.save_to(path, self.trainer, lora_only=lora_only, save_optimizer=save_optimizer)
 
@@ -139,7 +139,7 @@ class Run:
         """Take weights, and the optimizer's state, from a checkpoint; counters and tasks stay
         (``resume`` is exact).
 
-        The settings of the optimizer stay those of this run. A loss or an estimator that keeps a
+        The settings of the optimizer stay this run's. A loss or an estimator that keeps a
         state gets the checkpoint's.
 
         Args:
@@ -166,8 +166,8 @@ class Run:
             name for name, read in (("optimizer", load_optimizer), ("loss_state", True)) if read and name in saved
         ]
         states = read_states(path, *wanted)
-        # The settings of the run, which the state of the checkpoint holds too, are those of this
-        # one.
+        # The settings of the run, which the state of the checkpoint holds too, are this
+        # run's own.
         optimizer = Optimizer(self.trainer.optimizer, self.trainer.distributed, keep=build.adamw_options(self.config))
         if load_optimizer:
             optimizer.check(states["optimizer"])  # before weights are changed

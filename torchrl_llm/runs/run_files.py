@@ -26,8 +26,8 @@ class RunFiles:
         info: ``run.json``, see :func:`torchrl_llm.runs.run_info.run_info`; empty without it.
         result: ``result.json``; empty without it, and where the run was resumed since.
         before: ``evaluation_before.json``; empty without it.
-        after: ``evaluation_after.json``; empty without it, and where the result is not that of an
-            end.
+        after: ``evaluation_after.json``; empty without it, and where the result does not come from
+            an end.
         history: the metrics of every iteration that are finite numbers, from ``metrics.csv``.
         recordings: files of recorded episodes: those before training, of training in order, after
             training.
@@ -51,7 +51,7 @@ class RunFiles:
             FileNotFoundError: there is no such folder, or nothing of a run in it.
         """
         if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is no folder; expected the output_dir of a run.")
+            raise FileNotFoundError(f"{folder} is not a folder; expected the output_dir of a run.")
         problems: list[str] = []
         names = ("run.json", "result.json", "evaluation_before.json", "evaluation_after.json")
         info, result, before, after = (read_json(folder / name, problems) for name in names)
@@ -85,7 +85,7 @@ class RunFiles:
 
 
 def _is_of(result: Mapping[str, Any], info: Mapping[str, Any], history: Sequence[Mapping[str, float]]) -> bool:
-    """Whether a result is that of the run's last start: a run that is resumed has that of its
+    """Whether a result belongs to the run's last start: a run that is resumed has the result of its
     earlier end, perhaps in another setting."""
     if result.get("iterations", len(history)) < len(history):
         return False

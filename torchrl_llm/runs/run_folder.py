@@ -67,8 +67,8 @@ _FILES = (
     *(f".{name}.*new" for name in (MARK, "config.yaml", "run.json", METRICS, *_REPORT)),
     *("merged/model*.safetensors", "merged/chat_template.jinja", "merged/run_config.yaml"),
 )
-"""The files in these folders, without those of checkpoints, which list theirs. Other files stay,
-W&B's own among them."""
+"""The files in these folders, without the files of checkpoints, which list theirs. Other files
+stay, W&B's own among them."""
 
 _MOVING, _REPLACED, _KEPT = "moving", "replaced", "kept"
 """States of a folder beside the run: put back after a crash; deleted when the new run is saved;
@@ -98,11 +98,13 @@ class RunFolder:
         """
         nearest = next(each for each in (self.path, *self.path.parents) if os.path.lexists(each))
         if not nearest.is_dir():
-            raise ConfigError(f"output_dir is {self.path}, but {nearest} is no folder: choose another output_dir.")
+            raise ConfigError(f"output_dir is {self.path}, but {nearest} is not a folder: choose another output_dir.")
         self._check_writable(nearest)
         link = self.checkpoints.directory
         if link.is_symlink() and not link.is_dir():
-            raise ConfigError(f"{link} links to {os.readlink(link)}, which is no folder: make it, or remove the link.")
+            raise ConfigError(
+                f"{link} links to {os.readlink(link)}, which is not a folder: make it, or remove the link."
+            )
         if link.is_symlink():
             self._check_writable(link)
         asides = self._asides(_MOVING)
@@ -118,8 +120,8 @@ class RunFolder:
 
     @property
     def _places(self) -> list[Path]:
-        """What belongs to one run at a time: the folder, and that of the checkpoints where another
-        one may link to it too.
+        """What belongs to one run at a time: the folder, and the folder of the checkpoints where
+        another one may link to it too.
 
         Checkpoints in the folder of another run, which need not be a link there, belong to that
         run.
@@ -307,7 +309,7 @@ class RunFolder:
 
     def _beside(self, aside: Path, items: Sequence[Path]) -> list[Path]:
         """The items that are renamed to move ``items`` to ``aside``: of ``checkpoints``, if that is
-        a link, those of the run.
+        a link, the run's own.
 
         A link that is moved would point elsewhere, if it is relative, and the new run would save
         here instead of behind it.
@@ -350,7 +352,7 @@ class RunFolder:
         """Delete the files of a run in ``folder``, this one or one aside, and return the names of
         those left.
 
-        Behind a link only checkpoints are deleted, and only where this run's link, or that of
+        Behind a link only checkpoints are deleted, and only where this run's link, or the link of
         :meth:`_beside`, points to.
         """
         for file in [file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()]:

@@ -25,7 +25,7 @@ def run_info(
 
     Args:
         config: the settings.
-        loss: the run's; default: that of the settings.
+        loss: the run's; default: the one of the settings.
         given: what it was given in Python
             (:func:`~torchrl_llm.runs.effective_settings.python_settings`); default nothing.
 

@@ -19,7 +19,7 @@ def read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     terminal.
 
     Args:
-        path: the file, ``run.json``, ``result.json`` or that of an evaluation.
+        path: the file, ``run.json``, ``result.json`` or the file of an evaluation.
         problems: gets what could not be read, and entries that are of another kind than a run
             writes. These are left out.
     """
@@ -48,7 +48,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    # Of a larger integer there is no float, which a table would show.
+    # A larger integer has no float, which a table would show.
     return isinstance(value, int | float) and not isinstance(value, bool) and (value != value or -1e300 < value < 1e300)
 
 

@@ -47,7 +47,7 @@ OF_THE_MODEL = (
     *("max_model_len", *names_of(SamplingSettings), "seed", *names_of(TemplateConfig)),
     *("dtype", "device", "attn_implementation", "trust_remote_code", "quantization"),
 )
-"""Those of :data:`USED` that are left where it only samples, without an environment."""
+"""The names in :data:`USED` that are left where it only samples, without an environment."""
 
 # The device is of another machine, perhaps, and code that comes with a model is run where somebody
 # says so.
@@ -62,8 +62,8 @@ class SavedModel:
         path: the checkpoint, or the folder of the model.
         weights: the folder with an adapter in PEFT's format, or with a whole model in
             transformers'.
-        tokenizer: the folder with the tokenizer; ``None``: an adapter has that of its base.
-        settings: those of the run that trained it, as JSON has them; empty: not known.
+        tokenizer: the folder with the tokenizer; ``None``: an adapter has its base's.
+        settings: of the run that trained it, as JSON has them; empty: not known.
         metadata: of a checkpoint: iteration, turns, success rate, versions; empty otherwise.
     """
 
@@ -79,7 +79,7 @@ class SavedModel:
         return weights.holds_adapter(self.weights)
 
     def config(self, *, only_model: bool = False, **changes: Any) -> RunConfig:
-        """The settings to use the model with: those of its run, as far as they are not about
+        """The settings to use the model with: its run's, as far as they are not about
         training.
 
         Settings that would import, connect to or execute something are kept of no folder

@@ -26,7 +26,7 @@ another."""
 
 
 class _NoDataError(ScannerError):
-    """YAML that is no plain data."""
+    """YAML that is not plain data."""
 
 
 class Loader(yaml.SafeLoader):
@@ -102,9 +102,9 @@ def read_settings(path: Path, known: Mapping[str, Option]) -> Iterator[tuple[str
     for key, node in root.value:
         where = f"{path}, line {key.start_mark.line + 1}:"
         if not isinstance(key, yaml.ScalarNode):
-            raise ConfigError(f"{where} expected 'field: value', and the field is no text.")
+            raise ConfigError(f"{where} expected 'field: value', and the field is not text.")
         if key.value not in known:
-            raise ConfigError(f"{where} {key.value} is no setting.{_hint(key, node, root, known)}")
+            raise ConfigError(f"{where} {key.value} is not a setting.{_hint(key, node, root, known)}")
         if key.value in seen:
             raise ConfigError(f"{where} {key.value} is given twice.")
         seen.add(key.value)
@@ -139,21 +139,21 @@ def _composed(path: Path) -> yaml.Node | None:
     except OSError as error:
         raise ConfigError(f"The settings file '{path}' cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: this is no text in UTF-8: {error.reason} at byte {error.start}.") from error
+        raise ConfigError(f"{path}: this is not text in UTF-8: {error.reason} at byte {error.start}.") from error
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         if isinstance(error, _NoDataError):
             raise ConfigError(f"{path}, line {line}: {error.problem}.") from error
-        what = f"this is no YAML, {error.problem}; expected lines of the form 'field: value'"
+        what = f"this is not YAML, {error.problem}; expected lines of the form 'field: value'"
         raise ConfigError(f"{path}, line {line}: {what}.") from error
     except yaml.YAMLError as error:  # of a character that YAML forbids
-        raise ConfigError(f"{path}: this is no YAML, {' '.join(str(error).split())}.") from error
+        raise ConfigError(f"{path}: this is not YAML, {' '.join(str(error).split())}.") from error
     except RecursionError as error:
-        raise ConfigError(f"{path}: this is no file of settings, it has brackets without end.") from error
+        raise ConfigError(f"{path}: this is not a file of settings, it has brackets without end.") from error
 
 
 def read_value(name: str, text: str, hint: Any) -> Any:
-    """The value that a text spells in YAML; the text itself, if it is no YAML or the annotation
+    """The value that a text spells in YAML; the text itself, if it is not YAML or the annotation
     takes only text.
 
     Args:

@@ -22,8 +22,8 @@ from torchrl_llm.utils.options import ConfigError, options_of
 
 
 def with_num_envs(config: RunConfig, saved: Mapping[str, Any] | None, distributed: Distributed) -> RunConfig:
-    """The settings with a number of ``num_envs``: the given one, that of the checkpoint ``saved``,
-    or the default."""
+    """The settings with a number of ``num_envs``: the given one, the one of the checkpoint
+    ``saved``, or the default."""
     if config.num_envs is not None:
         return config
     known = None if saved is None or "num_envs" in config.accept_changes else saved.get("num_envs")
@@ -40,7 +40,7 @@ def with_template_date(
 
     Args:
         config: the settings.
-        saved: those of the checkpoint that the run continues; ``None``: it is new.
+        saved: settings of the checkpoint that the run continues; ``None``: it is new.
         tokenizer: has the chat template.
         distributed: the training processes.
 
@@ -79,7 +79,7 @@ def with_granularity(config: RunConfig, saved: Mapping[str, Any] | None, env: GE
 
     Args:
         config: the settings.
-        saved: those of the checkpoint that the run continues; ``None``: it is new.
+        saved: settings of the checkpoint that the run continues; ``None``: it is new.
         env: the environment of training.
 
     Raises:

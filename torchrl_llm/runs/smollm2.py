@@ -67,7 +67,7 @@ def smollm2_model_path() -> Path:
     is whole or not there. Processes that make it at once do not disturb each other; the first one's
     counts.
 
-    The weights are those of the 4-bit file, so that they differ from the original ones.
+    The weights come from the 4-bit file, so that they differ from the original ones.
 
     Returns:
         An absolute path that ``from_pretrained`` takes.

@@ -140,6 +140,6 @@ def _loaded(name: str, given: str, load: Callable[[], _T]) -> _T:
         said = " ".join(str(error).split())
         # transformers' own traceback is about its cache and its hub, and as long as a page.
         raise ConfigError(
-            f"{name} is {given!r}, which is no folder that transformers can load, and no model of a hub or cache that can be "
+            f"{name} is {given!r}, which is not a folder that transformers can load, and no model of a hub or cache that can be "
             f"reached.{nearest(given, [*MODELS])} It says: {said:.400}"
         ) from None

@@ -43,7 +43,7 @@ class State(StateDictCheckpointAdapter):
 
 
 class Held:
-    """A state as a component: it takes that of another one, to be looked at before anything is
+    """A state as a component: it takes the state of another one, to be looked at before anything is
     changed."""
 
     state: Any = None

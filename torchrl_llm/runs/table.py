@@ -73,7 +73,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     A last line without its end is left out: it is being written, or a crash has cut it.
 
     Raises:
-        ValueError: the file is no such table, or is damaged.
+        ValueError: the file is not such a table, or is damaged.
 
     Examples:
         >>> import tempfile

@@ -76,7 +76,7 @@ def find_teacher(config: RunConfig) -> tuple[SavedModel, RunConfig]:
     given = str(config.teacher)
     changes = for_run(config)
     path = Path(given).expanduser()
-    # A path that leads nowhere is no hub's id, and find_saved_model says so.
+    # A path that leads nowhere is not a hub's id, and find_saved_model says so.
     if given in MODELS or path.is_dir() or path.is_absolute() or given.startswith(".") or given.count("/") != 1:
         saved = find_saved_model(given)
         return saved, saved.config(only_model=True, **changes)

@@ -12,8 +12,8 @@ from torchrl_llm.runs.states import read_states
 
 
 def tasks_of_weights(path: str | Path) -> SeenTasks:
-    """The tasks that weights in a folder were trained on, and those of the runs before that they
-    began with.
+    """The tasks that weights in a folder were trained on, and the tasks of the runs before that
+    they began with.
 
     Args:
         path: a checkpoint, or another folder with weights, which does not say.

@@ -24,7 +24,7 @@ def missing_extras(estimator: Any, kinds: Mapping[str, type]) -> Iterator[str]:
 
     Examples:
         >>> next(missing_extras(GroupRelative(credit="turn", potential="phi"), {"floor": str}))
-        "potential='phi' is no extra that the environment declares as a float; it declares floor (str)."
+        "potential='phi' is not an extra that the environment declares as a float; it declares floor (str)."
     """
     if not isinstance(estimator, ReturnEstimator):
         return
@@ -37,7 +37,7 @@ def missing_extras(estimator: Any, kinds: Mapping[str, type]) -> Iterator[str]:
     declared = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items()) or "none"
     for option, name, kind in wanted:
         if name is not None and kinds.get(name) is not kind:
-            yield f"{option}={name!r} is no extra that the environment declares as a {kind.__name__}; it declares {declared}."
+            yield f"{option}={name!r} is not an extra that the environment declares as a {kind.__name__}; it declares {declared}."
 
 
 def idle_kl(config: Any, loss: TurnPolicyLoss) -> Iterator[str]:
@@ -122,7 +122,7 @@ def wrong_trees(config: Any) -> Iterator[str]:
             )
     if group % size:
         yield (
-            f"tree_branches={branches} makes trees of {size} episodes, and group_size={group} is no multiple of that: set group_size to "
+            f"tree_branches={branches} makes trees of {size} episodes, and group_size={group} is not a multiple of that: set group_size to "
             f"{max(1, group // size) * size} or another multiple."
         )
 

@@ -202,9 +202,9 @@ class TuningConfig(Checked):
         sizes = self.dimensions["batch_size"].values if "batch_size" in self.dimensions else (base.batch_size,)
         for size in sizes:
             if self.episodes % size:
-                yield f"episodes={self.episodes} is no multiple of batch_size={size}: a generation is whole iterations."
+                yield f"episodes={self.episodes} is not a multiple of batch_size={size}: a generation is whole iterations."
         if self.scheduler == "pbt" and self.trials < 2:
-            yield f"trials={self.trials} is no population: a trial needs another one to copy. Give at least 2."
+            yield f"trials={self.trials} is not a population: a trial needs another one to copy. Give at least 2."
 
     def _wrong_setting(self, name: str) -> Iterator[str]:
         known = options_of(RunConfig)

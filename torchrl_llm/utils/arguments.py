@@ -68,7 +68,7 @@ class ArgumentParser(argparse.ArgumentParser):
             # argparse has no public list of the flags of a parser and its groups.
             flags = [*self._option_string_actions]
             if name.startswith("-"):
-                self.error(f"{name} is no {self.noun}.{nearest(name, flags)}")
+                self.error(f"{name} is not a {self.noun}.{nearest(name, flags)}")
             # Some commands are given settings as name=value.
             meant = nearest(f"--{name}", flags) if "=" in unknown[0] else ""
             self.error(f"{name!r} is one argument too many.{meant}")

@@ -190,7 +190,7 @@ def _read_call(text: str) -> tuple[str, dict[str, Any]]:
     except (ValueError, RecursionError):
         call = None
     if not isinstance(call, dict) or "name" not in call:
-        raise _WrongCallError('This is no tool call; expected JSON, {"name": "...", "arguments": {...}}.')
+        raise _WrongCallError('This is not a tool call; expected JSON, {"name": "...", "arguments": {...}}.')
     name, arguments = call["name"], call.get("arguments", {})
     if not isinstance(name, str):
         raise _WrongCallError(f"The name of the tool is {json.dumps(name):.80}; expected a text.")

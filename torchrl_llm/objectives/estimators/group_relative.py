@@ -249,7 +249,7 @@ class GroupRelative(ReturnEstimator):
         extras = keys.turn_extras(tensordict)
         if self.state not in extras:
             raise KeyError(
-                f"state={self.state!r} is no extra of these rows, which have {sorted(extras)}: give one that the environment "
+                f"state={self.state!r} is not an extra of these rows, which have {sorted(extras)}: give one that the environment "
                 'declares as text, "prefix" or "observation".'
             )
         if extras[self.state].is_floating_point():

@@ -34,7 +34,7 @@ def numbers_of(rows: TensorDictBase, option: str, name: str) -> Tensor:
     extras = keys.turn_extras(rows)
     if name not in extras:
         raise KeyError(
-            f"{option} names {name!r}, which is no extra of these rows; they have {sorted(extras)}. Give one that the environment "
+            f"{option} names {name!r}, which is not an extra of these rows; they have {sorted(extras)}. Give one that the environment "
             "declares as a number."
         )
     if not extras[name].is_floating_point():

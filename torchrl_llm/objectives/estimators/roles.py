@@ -84,7 +84,7 @@ class RoleRelative(ReturnEstimator):
         extras = keys.turn_extras(tensordict)
         if self.role not in extras:
             raise KeyError(
-                f"role={self.role!r} is no extra of these rows, which have {sorted(extras)}: collect games with a SelfPlayCollector, "
+                f"role={self.role!r} is not an extra of these rows, which have {sorted(extras)}: collect games with a SelfPlayCollector, "
                 "or give the name of an extra that the environment declares as text."
             )
         role = extras[self.role]
