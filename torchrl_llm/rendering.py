@@ -78,7 +78,7 @@ class Renderer:
         tokenizer: a transformers tokenizer.
         system_prompt: text of a system message in front; ``None``: there is none.
         chat_template_kwargs: passed on to the template.
-        today: the date that the template gets as today's; ``None``: the clock's, at each
+        today: the date that the template gets as today's; ``None``: that of the clock, at each
             call.
 
     Attributes:
@@ -172,7 +172,7 @@ class Renderer:
         if roles[0] == "system":
             advice.insert(0, "if it knows no system role, put the system prompt into the environment's first message")
         wanted = sorted(_variables(self.source) - _SUPPLIED - self.kwargs.keys())
-        # One that a template merely asks for is not a reason to refuse, so they are named where it
+        # One that a template merely asks for is no reason to refuse, so they are named where it
         # failed by itself.
         if wanted and not _raised_by_template(error):
             named = ", ".join(wanted)
@@ -192,7 +192,7 @@ def _clock(today: date, spells: str) -> str:
             flag at most.
     """
     # transformers gives templates no other functions than its own, so it is a macro: each directive
-    # is replaced by its value. The line break behind it is not part of the template's text, as
+    # is replaced by its value. The line break behind it is no part of the template's text, as
     # transformers sets Jinja's trim_blocks.
     now = datetime(today.year, today.month, today.day)
     spelled = [f"%{flag}{letter}" for flag in ("", *"-_0^#") for letter in ascii_letters] + _DIRECTIVE.findall(spells)

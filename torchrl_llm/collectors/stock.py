@@ -42,7 +42,7 @@ class StockCollector:
         return {}
 
 
-def as_seen_by_a_loop(collector: BaseCollector) -> Any:
+def loop_view(collector: BaseCollector) -> Any:
     """The collector itself, if it is an :class:`~torchrl_llm.collectors.EpisodeCollector`; else a
     :class:`StockCollector` for it."""
     return collector if isinstance(collector, EpisodeCollector) else StockCollector.of(collector)

@@ -254,8 +254,11 @@ def success_interval(won: Tensor, task: Tensor) -> tuple[float, float]:
     sums = torch.zeros(groups, dtype=torch.float64, device=won.device).index_add_(0, group, won.double() - rate)
     spread, variance = rate * (1 - rate), sums.square().sum().item() / n**2
     if spread == 0 and groups > 1:
+        # All were won, or none: the variance is 0, and says nothing of how alike the episodes of a
+        # task are. So each task counts once.
         effective = float(groups)
     else:
+        # At most n: a variance below that of independent episodes is chance.
         effective = spread / variance if variance * n > spread else float(n)
     return wilson_interval(rate * effective, max(1.0, effective))
 
@@ -287,6 +290,7 @@ def checked_metrics(metrics: Mapping[str, Any], *, source: str = "evaluator") ->
     numbers = {}
     for name, value in metrics.items():
         try:
+            # Tensors and NumPy's numbers are taken; loggers and JSON want Python's own.
             numbers[name] = float(value)
         except (TypeError, ValueError) as error:
             raise TypeError(f"{name!r} is {value!r}; expected a number, for it is a metric of the {source}.") from error

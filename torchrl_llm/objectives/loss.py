@@ -394,6 +394,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         weights = self._read_weights(tensordict, turn_ids)
         weight = weights["loss_weight"]
         scored = self._score(tensordict)
+        # An actor of your own may write anything off actions, and it must reach no sum.
         log_prob = torch.where(action, self._get(scored, "log_prob", "The actor must write it."), 0.0)
         old, correction = self._old_log_prob(tensordict)
         token_ratio = log_prob - old
@@ -401,6 +402,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         advantage = self._frozen(tensordict, "advantage", "Run the value estimator first.")
         objective = check_objective(type(self).__name__, self.objective(log_ratio, advantage), log_ratio)
         gain = self._unit_weight(weight, turn_ids) * correction * objective
+        # A sum and not a mean: the micro-batches of a batch then add up to its gradient, however it
+        # is cut.
         out = TensorDict({"loss_objective": -gain.sum()})
         self._diagnose(out, weight, token_ratio.detach(), log_ratio.detach(), advantage)
         if self._sampler_rule is not None:
@@ -457,6 +460,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         return old, self._sampler_rule.weights(old, sample, turn_ids)
 
     def _kl_terms(self, out: TensorDictBase, weight: Tensor, log_prob: Tensor, ref: Tensor) -> None:
+        # Always k3, which is never negative and makes runs of different kl_kind comparable.
         out["kl"] = (weight * F.kl_estimate(log_prob.detach(), ref, "k3")).sum()
         if self.kl_in == "loss":
             estimate = F.kl_estimate(log_prob, ref, self.kl_kind)

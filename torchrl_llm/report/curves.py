@@ -125,6 +125,7 @@ def _draw(panel: Panel, history: Sequence[Mapping[str, float]], before: Mapping[
         if len(labels) > 1:
             axes.legend(loc="best", frameon=False, fontsize=8, labelcolor=_INK, handlelength=1.2, borderaxespad=0.1)
         out = StringIO()
+        # No date and no version: the same run gives the same bytes.
         figure.savefig(
             out, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
         )

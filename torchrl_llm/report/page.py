@@ -106,6 +106,7 @@ class _Page:
             # What it adds to the index is compressed with what the others add, to a third or less.
             added = len(json.dumps([about, self.encoder.pieces[known:]]))
             size += len(block) + 80 + added // 2
+            # The first group is always in, however large: a page without any would show no episode.
             if limit is not None and size > limit and position:
                 self.left_out = len(ordered) - position
                 break
@@ -114,6 +115,8 @@ class _Page:
 
     def render(self) -> str:
         """The whole page as text."""
+        # Titles, settings and texts may be a stranger's: all are escaped. A name that the template
+        # misspells is an error, and not an empty place.
         environment = Environment(
             loader=PackageLoader("torchrl_llm.report", "."),
             autoescape=True,
@@ -124,6 +127,7 @@ class _Page:
         script, style = (
             (resources.files("torchrl_llm.report") / name).read_text("utf-8") for name in ("page.js", "page.css")
         )
+        # The page's content security policy allows this one script, by its hash.
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         return environment.get_template("page.html.jinja").render(
             script=script,

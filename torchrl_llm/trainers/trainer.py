@@ -25,7 +25,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.record.loggers import Logger
 
 from torchrl_llm import keys
-from torchrl_llm.collectors.stock import as_seen_by_a_loop
+from torchrl_llm.collectors.stock import loop_view
 from torchrl_llm.data import overlong
 from torchrl_llm.envs import SeenTasks
 from torchrl_llm.metrics import Timer, checked_metrics, credit_metrics, rollout_metrics, staleness, throughput
@@ -150,7 +150,7 @@ class LLMTrainer:
         self.accelerator = accelerator or Accelerator()
         self.distributed = Distributed.of(self.accelerator)
         self.generator = torch.Generator().manual_seed(config.seed)
-        self.rollouts = as_seen_by_a_loop(collector)
+        self.rollouts = loop_view(collector)
         self.rollouts.interruptible = partial(interruptible, all_reduce_max=self.distributed.all_reduce_max)
         self.env_names: tuple[str, ...] = self.rollouts.env_names
         # Not through accelerate, which steps a scheduler once for each process.

@@ -374,7 +374,7 @@ _LLAMA_FACTORY = {
 }
 
 
-# The flags of versions to 0.9, and the flags of later ones where they say it in another way.
+# The flags of versions to 0.9, and those of later ones where they say it in another way.
 _OPENRLHF = {
     "pretrain": "`model_path`",
     "actor.model_name_or_path": "`model_path`",

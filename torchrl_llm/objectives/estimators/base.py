@@ -247,6 +247,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         """Clip and discount the advantages, and give every token the values of its turn."""
         turn_ids, mask = self._get(tensordict, "turn_ids"), self._get(tensordict, "mask")
         if "advantage" in estimated:
+            # The estimator has credited tokens itself; its values of turns are a summary of them.
             return estimated | {"advantage": self._weighted(estimated["advantage"], turn_ids >= 0)}
         advantage = self._weighted(estimated["turn_advantage"], mask)
         return estimated | {
@@ -285,6 +286,8 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
             return torch.zeros_like(turn_ids, dtype=torch.float32)
         hint = "Score the reference, or set kl_coeff=0."
         old = self._get(tensordict, self._old_name(tensordict), hint)
+        # k1, whose expectation is the KL. Its gradient as a loss would be 0 in expectation, but a
+        # reward needs none.
         return torch.where(turn_ids >= 0, -weight * (old - self._get(tensordict, "ref_log_prob", hint)), 0.0)
 
     def _turn_penalty(self, tensordict: TensorDictBase) -> Tensor:
@@ -295,6 +298,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
     def _weighted(self, advantage: Tensor, taken: Tensor) -> Tensor:
         """The advantage of each step, clipped and discounted; ``taken`` marks the steps that count
         as time."""
+        # Clipped first: the bound is on the advantage, and not on what discounting leaves of it.
         if self.clip_advantage is not None:
             advantage = advantage.clamp(-self.clip_advantage, self.clip_advantage)
         if self.discounted_objective:

@@ -79,8 +79,12 @@ class ReturnEstimator(TurnEstimator):
 
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         reward, mask, _, acted = self._turns(tensordict)
+        # Kept apart, because the spread is judged on the score alone: a KL that differs between
+        # equal returns must not be blown up to unit variance.
         score, penalty = (self.score(r, mask, acted) for r in (reward, self._turn_penalty(tensordict)))
         if self.potential is not None:
+            # The payments of the rest of the episode add up to -phi(s_k), so no reward needs to be
+            # shaped.
             penalty = penalty - self._potential(tensordict)
         advantage = self.compare(tensordict, score, penalty, acted)
         written = {"turn_advantage": advantage, "turn_value_target": score + penalty}
@@ -145,6 +149,7 @@ class ReBN(ReturnEstimator):
         super().__post_init__(value_network)
         self.granularity = step_of(self.granularity, self.single_turn)
         if self.gamma is None:
+            # Per token, 0.9 would leave half a percent of a reward 50 tokens before it.
             self.gamma = 1.0 if self.granularity == "token" else 0.9
 
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
@@ -152,6 +157,7 @@ class ReBN(ReturnEstimator):
             return super().estimate(tensordict)
         reward, mask, turn_ids, _ = self._turns(tensordict)
         acted, rewards = turn_ids >= 0, F.token_rewards(reward, turn_ids, mask)
+        # An action token is a step; prompts and feedback are neither time nor decisions.
         score, penalty = (self.score(r, acted, acted) for r in (rewards, self._kl_penalty(tensordict)))
         if self.potential is not None:
             penalty = penalty - F.turn_to_token(self._potential(tensordict), turn_ids)
