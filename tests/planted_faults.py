@@ -299,8 +299,9 @@ def main() -> int:
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder) / "checkout"
-        skipped = shutil.ignore_patterns(".git", ".venv*", "runs", "_build", "__pycache__")
-        shutil.copytree(ROOT, checkout, ignore=skipped)
+        skipped = shutil.ignore_patterns(".git", ".venv*", "_build", "__pycache__")
+        # Only the folder of results in the checkout: the package and its tests have a folder of that name.
+        shutil.copytree(ROOT, checkout, ignore=lambda at, names: {*skipped(at, names), *(["runs"] if at == str(ROOT) else [])})
         tests = " ".join(dict.fromkeys(FAULTS[name].tests for name in names))
         if run(checkout, tests) != 0:
             print(f"without a fault: pytest {tests} does not pass")
