@@ -191,7 +191,7 @@ class TestPolicy:
         [pytest.param(copy.deepcopy, marks=pytest.mark.extra), lambda x: pickle.loads(pickle.dumps(x))],
         ids=["deepcopy", "pickle"],
     )
-    def test_a_copy_samples_the_same(self, copied, graphs):
+    def test_a_copy_samples_the_same_and_compares_again(self, copied, graphs, monkeypatch):
         model, rows = make_model(num_hidden_layers=1), random_rows([5, 9, 2])
         policy = make_policy(model, compile_decode=True)
         expected = play(policy, rows)
@@ -199,6 +199,10 @@ class TestPolicy:
         same(play(twin, rows), expected)
         assert twin.compile_decode
         assert graphs.frame_count == 1
+        # In another process a copy has another compiler.
+        monkeypatch.setattr(_step, "_compiled", lambda: lambda *args: _step._step(*args) + 1.0)
+        with pytest.raises(UnsupportedModelError, match="other logits with the compiled forward"):
+            play(copied(policy), rows)
 
     def test_its_fingerprint_is_that_without_it(self):
         model = make_model(num_hidden_layers=1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import DefaultDeviceType, checkpoint
 from torch.utils.data import DataLoader
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -77,10 +77,11 @@ class TestSurroundings:
         assert Accelerator(cpu=True).mixed_precision == "no"
 
     def test_all_is_as_before_after_an_error(self):
-        before = torch.get_autocast_dtype("cpu"), torch.Generator, torch.cuda.is_available
+        before = torch.Generator, torch.cuda.is_available
         with pytest.raises(DeviceError), pretended_gpu():
             torch.ones(2, device="cuda") + torch.ones(2)
-        assert (torch.get_autocast_dtype("cpu"), torch.Generator, torch.cuda.is_available) == before
+        assert (torch.Generator, torch.cuda.is_available) == before
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
         assert isinstance(torch.Generator(), torch.Generator)
         with pytest.raises((RuntimeError, AssertionError)):
             torch.ones(2, device="cuda")
@@ -115,12 +116,12 @@ class TestSurroundings:
         assert not gpu.waits
 
     def test_what_a_checkpointed_forward_chooses_by_default_is_forgotten(self):
-        def forward(given):
-            return given["x"] * 2
-
-        with pretended_gpu() as gpu:
-            checkpoint(forward, {"x": torch.ones(2, device=gpu.device)}, use_reentrant=False)
-        checkpoint(forward, {"x": torch.ones(2)}, use_reentrant=False)
+        """That of a forward without tensors among its arguments, which PyTorch keeps."""
+        with pretended_gpu():
+            checkpoint(torch.ones, 2, use_reentrant=False)
+            assert DefaultDeviceType.get_device_type() == "cuda"
+        checkpoint(torch.ones, 2, use_reentrant=False)
+        assert DefaultDeviceType.get_device_type() == "cpu"
 
     def test_what_is_printed_names_the_device(self, gpu):
         assert repr(torch.ones(2, device="cuda")) == "tensor([1., 1.], device='cuda:0')"

@@ -143,9 +143,10 @@ class TestEveryPlace:
         with pytest.raises(TypeError, match=r"Did you mean 'batch_size'\? It counts the episodes of an iteration"):
             RunConfig(per_device_train_batch_size=4)
 
-    def test_nothing_is_guessed_where_the_setting_is_not(self):
-        with pytest.raises(TypeError, match=r"TurnGAE has no option 'scale_rewards'\.$"):
-            TurnGAE(scale_rewards=True)
+    @pytest.mark.parametrize("theirs", ["scale_rewards", "report_to", "clip_coef"])
+    def test_nothing_is_guessed_where_the_setting_is_not(self, theirs):
+        with pytest.raises(TypeError, match=rf"TurnGAE has no option '{theirs}'\.$"):
+            TurnGAE(**{theirs: True})
 
     @pytest.mark.parametrize(
         "word", ["actor_rollout_ref.rollout.n=8", "+actor_rollout_ref.rollout.n=8", "group-size=8"]

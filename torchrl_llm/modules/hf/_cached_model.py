@@ -334,6 +334,10 @@ class CheckedModel(CachedModel):
         self._compared: set[bool] = set()
         self._check_forward()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy may be for another process, which compiles for itself.
+        return super().__getstate__() | {"_compared": set()}
+
     def prefill(self, prompts: Ints, lengths: Ints, *, slots: Ints, room: int) -> Tensor:
         """See :meth:`CachedModel.prefill`; raises ContextLengthError beyond a window that is not
         computed rightly, too."""
