@@ -7,7 +7,7 @@ Models have random weights in the shapes of real ones: memory does not depend on
 figure is the peak of a process of its own on a CPU, in float32, less what it had before the model
 was made: one optimizer step of LLMREINFORCE on four rows of 512 tokens, half of them sampled. The
 allocator gives large blocks back at once (:data:`ALLOCATOR`), so that the figures are of what is in
-use. Prints a Markdown table.
+use. Prints a Markdown table; behind each figure, in brackets, the library's estimate.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from itertools import product
 
 import torch
@@ -25,6 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from torchrl_llm.data import micro_batches
 from torchrl_llm.modules import load_actor_critic
 from torchrl_llm.objectives import LLMReinforceLoss
+from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs.memory import empty_model, memory_estimate
 
 SIZES = {"135M": (576, 30, 9, 3, 1_536), "360M": (960, 32, 15, 5, 2_560)}
 """Name -> hidden size, layers, heads, heads of keys and values, width of the MLP: as in
@@ -39,9 +42,10 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "100
 ROWS, LENGTH = 4, 512
 
 
-def make_model(size: str) -> LlamaForCausalLM:
+def make_config(size: str) -> LlamaConfig:
     hidden, layers, heads, kv_heads, width = SIZES[size]
-    config = LlamaConfig(
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
         vocab_size=49_152,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -50,7 +54,6 @@ def make_model(size: str) -> LlamaForCausalLM:
         intermediate_size=width,
         tie_word_embeddings=True,
     )
-    return LlamaForCausalLM(config)
 
 
 def make_rows() -> TensorDict:
@@ -79,13 +82,25 @@ def measure(size: str, lora_r: int, budget: str) -> int:
     max_tokens, checkpointing = BUDGETS[budget]
     before = peak()
     lora = LoraConfig(r=lora_r, target_modules="all-linear") if lora_r else None
-    models = load_actor_critic(make_model(size), lora=lora, gradient_checkpointing=checkpointing)
+    models = load_actor_critic(LlamaForCausalLM(make_config(size)), lora=lora, gradient_checkpointing=checkpointing)
     loss = LLMReinforceLoss(models.actor, kl_coeff=0.0)
     optimizer = torch.optim.AdamW([parameter for parameter in loss.parameters() if parameter.requires_grad])
     for part in micro_batches(make_rows(), max_tokens):
         loss(part)["loss_objective"].backward()
     optimizer.step()
     return peak() - before
+
+
+def estimated(size: str, lora_r: int, budget: str) -> int:
+    """MiB of the same update by the library's estimate."""
+    max_tokens, checkpointing = BUDGETS[budget]
+    with tempfile.TemporaryDirectory() as folder:
+        make_config(size).save_pretrained(folder)
+        config = RunConfig(
+            model_path=folder, algo="LLMREINFORCE", policy="vllm", dtype="float32", lora_r=lora_r, kl_coeff=0.0,
+            batch_size=ROWS, max_model_len=LENGTH, max_tokens=max_tokens, gradient_checkpointing=checkpointing,
+        )  # fmt: skip
+        return round(sum(memory_estimate(config, empty_model(config)).values()) / 2**20)
 
 
 def main() -> None:
@@ -108,7 +123,7 @@ def main() -> None:
             done = subprocess.run(
                 command, capture_output=True, text=True, check=True, timeout=1_800, env=os.environ | ALLOCATOR
             )
-            cells.append(f"{int(done.stdout.split()[-1]):,} MiB")
+            cells.append(f"{int(done.stdout.split()[-1]):,} ({estimated(size, lora_r, budget):,}) MiB")
         print(f"| {size} | {'LoRA, rank 16' if lora_r else 'all weights'} | {' | '.join(cells)} |", flush=True)
 
 

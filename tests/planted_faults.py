@@ -300,8 +300,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder) / "checkout"
         skipped = shutil.ignore_patterns(".git", ".venv*", "_build", "__pycache__")
-        # Only the folder of results in the checkout: the package and its tests have a folder of that name.
-        shutil.copytree(ROOT, checkout, ignore=lambda at, names: {*skipped(at, names), *(["runs"] if at == str(ROOT) else [])})
+        # Only the folder of results in the checkout: the package and its tests have a folder of
+        # that name.
+        shutil.copytree(
+            ROOT, checkout, ignore=lambda at, names: {*skipped(at, names), *(["runs"] if at == str(ROOT) else [])}
+        )
         tests = " ".join(dict.fromkeys(FAULTS[name].tests for name in names))
         if run(checkout, tests) != 0:
             print(f"without a fault: pytest {tests} does not pass")

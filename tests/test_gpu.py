@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,10 +20,11 @@ def gpu():
     """Modules of ``benchmarks.gpu``, by name; the checkout is where ``python -m`` would find it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
-        from benchmarks.gpu import __main__, checks, first_look, fits, place, report, speed
+        from benchmarks.gpu import __main__, arithmetic, capacity, checks, first_look, fits, place, report, speed
 
         yield {"main": __main__.main} | {
-            module.__name__.rpartition(".")[2]: module for module in (checks, first_look, fits, place, report, speed)
+            module.__name__.rpartition(".")[2]: module
+            for module in (arithmetic, capacity, checks, first_look, fits, place, report, speed)
         }
         for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
             del sys.modules[name]
@@ -166,9 +168,57 @@ class TestFirstLook:
         assert gpu["first_look"].is_done(tmp_path / "call.json") is done
 
 
-@pytest.mark.extra
-@pytest.mark.slow
-def test_the_table_of_what_fits_is_the_estimate(gpu):
-    page = (ROOT / "docs" / "gpu.md").read_text()
-    shown = re.search(r"<!-- fits -->\n\n((?:\|.*\n)+)", page)[1].strip()
-    assert shown == gpu["fits"].table(), "python -m benchmarks.gpu.fits prints it"
+def table_of(page: str, marker: str) -> str:
+    """The table behind a comment of a page in docs."""
+    return re.search(rf"<!-- {marker} -->\n\n((?:\|.*\n)+)", (ROOT / "docs" / page).read_text())[1].strip()
+
+
+class TestTables:
+    """What the pages say of memory and of layouts is computed, by the same functions."""
+
+    @pytest.mark.extra
+    @pytest.mark.slow
+    def test_what_fits_is_the_estimate(self, gpu):
+        assert table_of("gpu.md", "fits") == gpu["fits"].table(), "python -m benchmarks.gpu.fits prints it"
+
+    @pytest.mark.extra
+    @pytest.mark.slow
+    def test_layouts_are_those_computed(self, gpu):
+        """But for the simulated column, the last."""
+        shown = [line.rsplit("|", 2)[0] + "|" for line in table_of("scaling.md", "capacity").splitlines()]
+        script = gpu["capacity"]
+        assert shown == script.table(script.layouts(), simulated=False).splitlines(), (
+            "python -m benchmarks.gpu.capacity --simulate prints it"
+        )
+
+    @pytest.mark.extra
+    def test_shapes_have_the_parameters_that_their_makers_state(self, gpu):
+        stated = {"Qwen2.5-0.5B": 0.494, "Qwen2.5-1.5B": 1.54, "Qwen2.5-7B": 7.62, "Qwen2.5-32B": 32.8}
+        found = {name: gpu["capacity"].model(name).weights / 2e9 for name in stated}
+        assert found == pytest.approx(stated, rel=0.003)
+
+    @pytest.mark.extra
+    def test_layouts_divide_gpus_so_that_nothing_waits(self, gpu):
+        script = gpu["capacity"]
+        middle = script.model("Qwen2.5-7B")
+        layout = script.layout(middle, 64, 4096, staleness=1)
+        assert layout.engines + layout.learners == 64
+        assert layout.rollout_s == pytest.approx(layout.update_s, rel=0.1)
+        alone = script.layout(middle, 1, 256, staleness=0)
+        assert alone.iteration_s > alone.rollout_s + alone.update_s
+        # The same contexts as in the table of what fits.
+        assert (
+            alone.slots
+            == gpu["fits"].estimate(gpu["fits"].Case("80 GB", "Qwen2.5-7B", gpu["fits"].asleep(0.7))).contexts
+        )
+
+    def test_operations_of_a_token(self, gpu):
+        """Of products alone, counted by hand: 2 for each weight, 4 with a backward of LoRA."""
+        config = gpu["place"].SHAPES["SmolLM2-135M"](**gpu["place"].SMALL)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        # Of a layer: queries and outputs 32 x 32, keys and values 32 x 16, the MLP's three 32 x 64.
+        weights, head = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64), 512 * 32
+        operations = gpu["arithmetic"].token_operations
+        assert operations(model, context=0, acted=0.25) == 2 * (weights + head / 4)
+        assert operations(model, context=100, acted=1.0, backward=2) == 4 * (weights + head) + 3 * 4 * 2 * 32 * 100

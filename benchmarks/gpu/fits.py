@@ -16,7 +16,7 @@ import torch
 from benchmarks.gpu.place import SHAPES
 from torchrl_llm.runs import RunConfig
 from torchrl_llm.runs.engines import engine_share
-from torchrl_llm.runs.memory import OF_UPDATES, default_max_tokens, empty_model, memory_estimate
+from torchrl_llm.runs.memory import OF_UPDATES, default_max_tokens, empty_model, engine_contexts, memory_estimate
 
 CARDS = {"24 GB": 23.5, "80 GB": 79.1, "8 of 80 GB": 79.1}
 """GiB of each card that PyTorch finds: of an RTX 4090 and an H100."""
@@ -82,13 +82,18 @@ class Estimate(NamedTuple):
     sync: float
 
 
+def shaped(model: str, **settings: Any) -> tuple[RunConfig, Any]:
+    """The settings of a case, and its model without weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        SHAPES[model](architectures=["Qwen2ForCausalLM"], dtype="bfloat16").save_pretrained(folder)
+        config = RunConfig(model_path=folder, **_TABLE | settings)
+        return config, empty_model(config)
+
+
 def estimate(case: Case) -> Estimate:
     """What a case takes on each card."""
     total, cuda = CARDS[case.card], torch.device("cuda")
-    with tempfile.TemporaryDirectory() as folder:
-        SHAPES[case.model](architectures=["Qwen2ForCausalLM"], dtype="bfloat16").save_pretrained(folder)
-        config = RunConfig(model_path=folder, **_TABLE | case.settings)
-        model = empty_model(config)
+    config, model = shaped(case.model, **case.settings)
     engine = 0.0 if config.collector == "ray" else total * engine_share(config, cuda)
     beside = 0.0 if config.sleep_mode else engine
     there: dict[str, Any] = {"shards": case.shards, "device": cuda}
@@ -96,12 +101,15 @@ def estimate(case: Case) -> Estimate:
     parts = memory_estimate(replace(config, max_tokens=tokens), model, **there)
     working = (parts["activations"] + parts["logits"]) / 2**30
     weights = sum(parts.values()) / 2**30 - working
-    text = model.config
-    context = 4 * text.num_hidden_layers * text.num_key_value_heads * text.hidden_size // text.num_attention_heads
-    cache = engine * 2**30 - 2 * model.num_parameters()
-    contexts = max(0, int(cache // (context * config.max_model_len)))
+    contexts = engine_contexts(config, model, int(engine * 2**30))
     stays = sum(size for name, size in parts.items() if name not in OF_UPDATES) / 2**30
     return Estimate(tokens, engine, contexts, weights, working, beside + weights + working, engine + stays)
+
+
+def fits(case: Case, found: Estimate) -> bool:
+    """Whether a case leaves a part of the card free, and its engine holds a context."""
+    enough = max(found.update, found.sync) <= SHARE * CARDS[case.card]
+    return enough and bool(found.contexts or not found.engine)
 
 
 def row(case: Case) -> list[str]:
@@ -111,9 +119,16 @@ def row(case: Case) -> list[str]:
     sharded = [f"FSDP2, {case.shards} processes"] if case.shards > 1 else []
     engine = f"{found.engine:.1f}, {found.contexts} contexts" if found.engine else "on other cards"
     sizes = [f"{size:.1f}" for size in (found.weights, found.working, found.update, found.sync)]
-    fits = max(found.update, found.sync) <= SHARE * CARDS[case.card] and (found.contexts or not found.engine)
     settings = ", ".join(sharded + shown) or "the table's"
-    return [case.card, case.model[8:], settings, f"{found.tokens:,}", engine, *sizes, "yes" if fits else "**no**"]
+    return [
+        case.card,
+        case.model[8:],
+        settings,
+        f"{found.tokens:,}",
+        engine,
+        *sizes,
+        "yes" if fits(case, found) else "**no**",
+    ]
 
 
 def table() -> str:

@@ -54,6 +54,7 @@ SHAPES: dict[str, partial[PreTrainedConfig]] = {
     "Qwen2.5-0.5B": qwen(896, 4_864, 24, 14, 2),
     "Qwen2.5-1.5B": qwen(1_536, 8_960, 28, 12, 2),
     "Qwen2.5-7B": qwen(3_584, 18_944, 28, 28, 4, vocab_size=152_064, tie_word_embeddings=False),
+    "Qwen2.5-32B": qwen(5_120, 27_648, 64, 40, 8, vocab_size=152_064, tie_word_embeddings=False),
 }
 SMALL = {
     "hidden_size": 32,

@@ -14,6 +14,7 @@ from peft import LoraConfig
 from tensordict import TensorDict, TensorDictBase
 from transformers import AutoTokenizer
 
+from benchmarks.gpu.arithmetic import PEAKS, token_operations
 from benchmarks.gpu.checks import needs_vllm
 from benchmarks.gpu.place import Place, groups
 from benchmarks.gpu.report import Part
@@ -24,10 +25,6 @@ from torchrl_llm.runs.memory import empty_model, memory_estimate
 
 ROUNDS = 3
 """Measured after one of warm-up."""
-
-PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12}
-"""Operations a second on dense products in bfloat16, by what the GPU's name has in it, from the
-data sheets."""
 
 LORA: dict[str, Any] = {"dtype": "bfloat16", "lora_r": 16, "float32_matmul_precision": None}
 FULL: dict[str, Any] = {"lora_r": 0, "mixed_precision": "bf16", "kl_coeff": 0.0, "float32_matmul_precision": None}
@@ -52,25 +49,14 @@ class WaitingTimer(Timer):
 
 
 class Arithmetic:
-    """Counts tokens and floating-point operations of the forwards and backwards of a run's model,
-    without a wait.
-
-    A layer's products are 2 operations for each weight and token in a forward, as many again in a
-    backward for the gradients of its inputs, and again for the gradients of its weights if they
-    train. Attention is counted over half of the mean context. What gradient checkpointing computes
-    again is not counted.
+    """Counts tokens and floating-point operations (:func:`token_operations`) of the forwards and
+    backwards of a run's model, without a wait. Attention is counted over half of the mean context.
     """
 
     def __init__(self, run: Any) -> None:
         self.tokens = 0
         self.operations = 0.0
         self.model = run.models.model
-        config = self.model.config.get_text_config()
-        self.attended = 4 * config.num_hidden_layers * config.hidden_size
-        names = ("lora_", "embed", "lm_head")
-        named = self.model.named_parameters()
-        self.weights = sum(p.numel() for name, p in named if p.ndim == 2 and not any(part in name for part in names))
-        self.head = self.model.get_output_embeddings().weight.numel()
         self.backward = 4 if run.config.lora_r == 0 else 2
 
     @contextmanager
@@ -78,14 +64,15 @@ class Arithmetic:
         """Count what is computed inside for ``rows``."""
         lengths = rows[keys.ATTENTION_MASK].sum(-1).double()
         context = float((lengths**2).sum() / lengths.sum() / 2)
-        held, acted = int(lengths.sum()), int((rows[keys.TURN_IDS] >= 0).sum())
+        acted = float((rows[keys.TURN_IDS] >= 0).sum() / lengths.sum())
+        each = {
+            learns: token_operations(self.model, context=context, acted=acted, backward=self.backward * learns)
+            for learns in (False, True)
+        }
 
         def count(_: Any, given: tuple[Any, ...], __: Any) -> None:
-            tokens = given[0].numel()
-            learns = torch.is_grad_enabled()
-            each = (2 + self.backward * learns) * (self.weights + self.head * acted / held)
-            self.tokens += tokens
-            self.operations += tokens * (each + (1 + 2 * learns) * self.attended * context)
+            self.tokens += given[0].numel()
+            self.operations += given[0].numel() * each[torch.is_grad_enabled()]
 
         hook = self.model.get_input_embeddings().register_forward_hook(count)
         try:

@@ -1,6 +1,7 @@
 """The benchmarks run, and what they compare is what they say."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -91,19 +92,13 @@ class TestBenchmarks:
         assert "--max-steps=200000" in script.world_overrides("coins", config)
         assert "--max-steps=160000" in script.world_overrides("key-and-door", config)
 
-    def test_capacity_knows_the_models(self, load):
-        """Their numbers give the parameters that their makers state, in billions."""
-        script = load("capacity")
-        stated = {"QWEN_05B": 0.49, "QWEN_7B": 7.61, "QWEN_32B": 32.5, "QWEN_72B": 72.7}
-        assert {name: getattr(script, name).parameters / 1e9 for name in stated} == pytest.approx(stated, rel=0.02)
-
-    def test_capacity_divides_gpus_so_that_nothing_waits(self, load):
-        script = load("capacity")
-        layout = script.layout(script.QWEN_7B, 64, 4096, staleness=1)
-        assert layout.engines + layout.learners == 64
-        assert layout.rollout_s == pytest.approx(layout.update_s, rel=0.1)
-        alone = script.layout(script.QWEN_7B, 1, 256, staleness=0)
-        assert alone.iteration_s > alone.rollout_s + alone.update_s
+    @pytest.mark.extra
+    def test_the_page_on_memory_has_the_estimates(self, load):
+        script, page = load("memory"), (ROOT / "docs" / "memory.md").read_text()
+        for lora_r, trained in ((16, "LoRA, rank 16"), (0, "all weights")):
+            cells = re.search(rf"\| 135M \| {trained} (\|.*)", page)[1]
+            shown = [int(each.replace(",", "")) for each in re.findall(r"\(([\d,]+)\)", cells)]
+            assert shown == [script.estimated("135M", lora_r, budget) for budget in script.BUDGETS]
 
     @pytest.mark.extra
     def test_iteration(self, load, tmp_path, monkeypatch):

@@ -269,10 +269,49 @@ def engine_weights(config: RunConfig, model: Any) -> int:
     Args:
         model: :func:`empty_model`.
     """
+    return model.num_parameters() * _engine_bytes(config) // (config.tensor_parallel_size or 1)
+
+
+def engine_context(config: RunConfig, model: Any) -> int:
+    """Bytes of the keys and values of a context of ``max_model_len`` tokens in an engine, on all
+    its GPUs together.
+
+    Args:
+        model: :func:`empty_model`.
+
+    Raises:
+        ConfigError: the model's configuration does not say how large its layers are.
+    """
+    return _cached_numbers(model) * _engine_bytes(config) * config.max_model_len
+
+
+def engine_contexts(config: RunConfig, model: Any, memory: int) -> int:
+    """How many whole contexts of ``max_model_len`` tokens an engine can hold at most, beside its
+    weights.
+
+    Args:
+        model: :func:`empty_model`.
+        memory: bytes that the engine takes of each of its GPUs.
+
+    Raises:
+        ConfigError: as :func:`engine_context`.
+
+    Examples:
+        >>> config = RunConfig(model_path="tiny", policy="vllm", max_model_len=256)
+        >>> model = empty_model(config)
+        >>> room = 10 * engine_context(config, model)
+        >>> engine_contexts(config, model, engine_weights(config, model) + room), engine_contexts(config, model, 0)
+        (10, 0)
+    """
+    free = (memory - engine_weights(config, model)) * (config.tensor_parallel_size or 1)
+    return max(0, free // engine_context(config, model))
+
+
+def _engine_bytes(config: RunConfig) -> int:
+    """Bytes of a number in an engine."""
     dtype = config.engine_dtype or config.dtype
     # vLLM's "auto" narrows float32
-    size = _HALF if dtype == "auto" else getattr(torch, dtype).itemsize
-    return model.num_parameters() * size // (config.tensor_parallel_size or 1)
+    return _HALF if dtype == "auto" else int(getattr(torch, dtype).itemsize)
 
 
 def _kept(config: RunConfig, model: Any, shards: int, device: torch.device) -> dict[str, int]:
@@ -355,13 +394,8 @@ def _activations(config: RunConfig, model: Any, tokens: int, device: torch.devic
 
 def _sampler(config: RunConfig, model: Any, device: torch.device) -> dict[str, int]:
     """At most: contexts and rows are as long as their longest."""
-    text = model.config.get_text_config()
-    heads, hidden = _size(text, "num_attention_heads"), _size(text, "hidden_size")
-    # families differ
-    known = {name: getattr(text, name, None) for name in ("num_key_value_heads", "head_dim")}
-    numbers = 2 * (known["num_key_value_heads"] or heads) * (known["head_dim"] or hidden // heads)
     size = 4 if not config.lora_r else _bytes(config, model)
-    cache = _size(text, "num_hidden_layers") * numbers * size * config.slots * config.max_model_len
+    cache = _cached_numbers(model) * size * config.slots * config.max_model_len
     rows = {"rows": _ROW * config.batch_size * config.max_model_len}
     # an engine takes its own share of the memory, whatever its contexts need
     if config.policy != "hf":
@@ -369,6 +403,16 @@ def _sampler(config: RunConfig, model: Any, device: torch.device) -> dict[str, i
     head = model.get_output_embeddings().weight
     packs = packs_head(head.numel(), torch.float32 if size == 4 else torch.float16, device)
     return {"keys and values": cache, **({"packed head": head.numel() * size} if packs else {}), **rows}
+
+
+def _cached_numbers(model: Any) -> int:
+    """Numbers that the keys and values of one token are."""
+    text = model.config.get_text_config()
+    heads, hidden = _size(text, "num_attention_heads"), _size(text, "hidden_size")
+    # families differ
+    known = {name: getattr(text, name, None) for name in ("num_key_value_heads", "head_dim")}
+    each = (known["num_key_value_heads"] or heads) * (known["head_dim"] or hidden // heads)
+    return 2 * _size(text, "num_hidden_layers") * each
 
 
 def _size(text: Any, name: str) -> int:

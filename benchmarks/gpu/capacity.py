@@ -1,19 +1,25 @@
 """What a run on N GPUs would look like: computed from sizes and rates, and checked against the
-simulated collector.
+simulated collector; the table of docs/scaling.md.
 
-    python benchmarks/capacity.py                   # the tables of docs/scaling.md
-    python benchmarks/capacity.py --simulate        # with the simulation's column; a minute
+    python -m benchmarks.gpu.capacity                   # without the simulation's column
+    python -m benchmarks.gpu.capacity --simulate        # a minute
 
-Nothing here was measured on these machines. A GPU has the rates of its data sheet times the shares
-of them that good code reaches (:class:`GPU`); a model is its numbers (:class:`Model`);
+Nothing here was measured on these machines. Sizes, contexts and what fits are those of ``fits``, by
+the library's estimates; operations are those of ``arithmetic``, which ``speed`` measures with. A
+GPU has the rates of its data sheet times the shares of them that good code reaches (:class:`GPU`);
 conversations come from a game (:class:`Game`). On one GPU sampling and learning take turns. On
 more they go on at the same time, on GPUs of their own, divided so that neither waits for the other.
 """
 
 import argparse
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
+from benchmarks.gpu.arithmetic import PEAKS, token_operations
+from benchmarks.gpu.fits import CARDS, Case, asleep, estimate, fits, shaped
+from torchrl_llm.runs.engines import engine_share
+from torchrl_llm.runs.memory import engine_context, engine_contexts, engine_weights, memory_estimate
 from torchrl_llm.testing.simulation import Costs, simulate, uniform_lengths
 
 GB = 1e9
@@ -23,8 +29,7 @@ GB = 1e9
 class GPU:
     """A device: what its data sheet says, and the shares of it that are reached."""
 
-    name: str
-    memory: float
+    card: str
     flops: float
     bandwidth: float
     trained_share: float = 0.4
@@ -40,52 +45,56 @@ class GPU:
         return size / (self.bandwidth * self.read_share)
 
 
-H100 = GPU("H100 80 GB", 80 * GB, 989e12, 3.35e12)
+H100 = GPU("80 GB", PEAKS["H100"], 3.35e12)
+
+_SLEEPING = 0.7
+"""Share of a GPU whose engine and trainer take turns, as in docs/gpu.md."""
 
 
-@dataclass(frozen=True)
 class Model:
-    """A language model by its numbers; weights and activations in bfloat16, LoRA of rank ``rank``
-    on every linear layer."""
+    """A language model by its numbers: sizes in bytes, operations of a token. LoRA of rank 16 on
+    every linear layer of a base in bfloat16.
 
-    name: str
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool = False
-    rank: int = 16
+    Args:
+        name: of ``benchmarks.gpu.place.SHAPES``.
+        settings: of a run, beside those of docs/gpu.md.
+    """
 
-    @property
-    def _linear(self) -> list[tuple[int, int]]:
-        """The linear layers of a block: inputs and outputs."""
-        h, i, q, kv = self.hidden, self.intermediate, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return [(h, q), (h, kv), (h, kv), (q, h), (h, i), (h, i), (i, h)]
+    def __init__(self, name: str, **settings: Any) -> None:
+        self.name, self.settings = name, settings
+        self.config, self.shapes = shaped(name, **settings)
 
-    @property
-    def parameters(self) -> int:
-        """All of them."""
-        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        return self.layers * sum(a * b for a, b in self._linear) + embeddings
+    @cached_property
+    def weights(self) -> int:
+        """Of an engine, on all its GPUs."""
+        return engine_weights(self.config, self.shapes)
 
-    @property
+    @cached_property
     def adapter(self) -> int:
-        """The trained ones."""
-        return self.layers * sum(self.rank * (a + b) for a, b in self._linear)
+        """Of the trained weights in float32: a quarter of what they take with their gradients and
+        AdamW's moments."""
+        return memory_estimate(self.config, self.shapes)["trained weights"] // 4
 
-    @property
-    def kv_bytes(self) -> int:
-        """Keys and values of a token."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+    @cached_property
+    def token(self) -> float:
+        """Of its keys and values."""
+        return engine_context(self.config, self.shapes) / self.config.max_model_len
+
+    def contexts(self, share: float, card: str, tensor_parallel: int) -> int:
+        """Whole contexts of an engine with a share of its GPUs; at most 256."""
+        config = replace(self.config, tensor_parallel_size=tensor_parallel)
+        return max(1, min(256, engine_contexts(config, self.shapes, int(share * CARDS[card] * 2**30))))
+
+    @cache  # noqa: B019 - models live as long as the script
+    def operations(self, *, context: float, acted: float, backward: int = 0) -> float:
+        """See :func:`~benchmarks.gpu.arithmetic.token_operations`."""
+        return token_operations(self.shapes, context=context, acted=acted, backward=backward)
 
 
-QWEN_05B = Model("Qwen2.5-0.5B", 24, 896, 4864, 14, 2, 64, 151_936, tied=True)
-QWEN_7B = Model("Qwen2.5-7B", 28, 3584, 18_944, 28, 4, 128, 152_064)
-QWEN_32B = Model("Qwen2.5-32B", 64, 5120, 27_648, 40, 8, 128, 152_064)
-QWEN_72B = Model("Qwen2.5-72B", 80, 8192, 29_568, 64, 8, 128, 152_064)
+@cache
+def model(name: str, **settings: Any) -> Model:
+    """A :class:`Model`, made once."""
+    return Model(name, **settings)
 
 
 @dataclass(frozen=True)
@@ -138,14 +147,15 @@ class Layout:
     def step_s(self) -> float:
         """A step of an engine: its weights and the keys and values of all contexts are read
         once."""
-        size = 2 * self.model.parameters + self.slots * self.model.kv_bytes * self.game.tokens / 2
+        size = self.model.weights + self.slots * self.model.token * self.game.tokens / 2
         return self.gpu.read_s(size) / self.tensor_parallel + 0.004  # launches, sampling, Python
 
     @cached_property
     def prefill_s(self) -> float:
         """Prompts and answers of an episode; earlier turns are in the engine's cache."""
         tokens = self.game.prompt / self.game.group + self.game.turns * self.game.feedback
-        return self.gpu.train_s(2 * self.model.parameters * tokens) / self.tensor_parallel
+        operations = self.model.operations(context=self.game.tokens / 2, acted=0.0)
+        return self.gpu.train_s(operations * tokens) / self.tensor_parallel
 
     @cached_property
     def episode_s(self) -> float:
@@ -163,15 +173,19 @@ class Layout:
 
     @cached_property
     def update_s(self) -> float:
-        """Of the different tokens, in flops a parameter: forward and backward, 4 (frozen weights
-        have no gradient), and the passes of the old policy and of the reference, 2 each."""
-        tokens = self.batch * self.game.tokens / self.game.shared
-        return self.gpu.train_s((4 + 2 + 2) * self.model.parameters * tokens) / self.learners
+        """Of the different tokens: forward and backward, the passes of the old policy and of the
+        reference, and a forward of the layers again with gradient checkpointing."""
+        game, each = self.game, self.model.operations
+        context, acted = game.tokens / 2, game.sampled / game.tokens
+        passes = each(context=context, acted=acted, backward=2) + 2 * each(context=context, acted=acted)
+        if self.model.config.gradient_checkpointing:
+            passes += each(context=context, acted=0.0)
+        return self.gpu.train_s(passes * self.batch * game.tokens / game.shared) / self.learners
 
     @cached_property
     def sync_bytes(self) -> int:
-        """Of the adapter, whose weights are float32."""
-        return 4 * self.model.adapter
+        """Of the adapter."""
+        return self.model.adapter
 
     @cached_property
     def iteration_s(self) -> float:
@@ -185,11 +199,14 @@ class Layout:
         gap = self.rollout_s / self.update_s
         return "either" if 0.8 < gap < 1.25 else "samples" if gap > 1 else "learns"
 
-
-def fitting_slots(model: Model, game: Game, gpu: GPU, tensor_parallel: int, share: float) -> int:
-    """Contexts that fit beside the weights in ``share`` of the memory; at most 256 an engine."""
-    free = share * gpu.memory * tensor_parallel - 2 * model.parameters
-    return max(1, min(256, int(free / (model.kv_bytes * game.tokens * 1.5))))
+    @cached_property
+    def learner(self) -> tuple[float, bool]:
+        """GiB that are taken of a learner's GPU at most, and whether they fit, by the estimate of
+        docs/gpu.md."""
+        where = asleep(_SLEEPING) if self.gpus == 1 else {"collector": "ray"}
+        case = Case(self.gpu.card, self.model.name, self.model.settings | where)
+        found = estimate(case)
+        return max(found.update, found.sync), fits(case, found)
 
 
 def layout(
@@ -203,7 +220,8 @@ def layout(
     gpu: GPU = H100,
 ) -> Layout:
     """The division of the GPUs with the shortest iteration."""
-    fit = fitting_slots(model, game, gpu, tensor_parallel, 0.9 if staleness else 0.5)
+    alone = engine_share(replace(model.config, collector="ray"), None)
+    fit = model.contexts(_SLEEPING if gpus == 1 else alone, gpu.card, tensor_parallel)
     choices = [
         # While an update runs, so many batches are in flight as they may be old, and one where
         # sampling waits for it.
@@ -240,40 +258,45 @@ def table(layouts: list[Layout], *, simulated: bool) -> str:
     """One line a layout, as Markdown."""
     lines = [
         "| GPUs | model | engines | learners | slots of an engine | step, ms | conversations of a batch | `max_staleness` | sampling, s | learning, s | "
-        "conversations per s | sampled tokens per s | adapter, MB | next GPU |" + (" simulated |" if simulated else ""),
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|" + ("---|" if simulated else ""),
+        "conversations per s | sampled tokens per s | adapter, MB | learner, GiB | next GPU |"
+        + (" simulated |" if simulated else ""),
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|" + ("---|" if simulated else ""),
     ]
     for each in layouts:
         engines = f"{each.engines}" + (f" of {each.tensor_parallel}" if each.tensor_parallel > 1 else "")
-        rate = each.batch / each.iteration_s
+        rate, (taken, there) = each.batch / each.iteration_s, each.learner
         lines.append(
             f"| {each.gpus} | {each.model.name} | {engines} | {each.learners} | {each.slots} | {1000 * each.step_s:.0f} | "
             f"{each.batch:,} | {each.staleness} | {each.rollout_s:.0f} | {each.update_s:.0f} | {rate:,.1f} | {rate * each.game.sampled:,.0f} | "
-            f"{each.sync_bytes / 1e6:.0f} | {each.bottleneck} |"
+            f"{each.sync_bytes / 1e6:.0f} | {taken:.1f}{'' if there else ', **no**'} | {each.bottleneck} |"
             + (f" {simulated_share(each):.2f} |" if simulated else "")
         )
     return "\n".join(lines)
 
 
+def layouts() -> list[Layout]:
+    """Those of docs/scaling.md."""
+    small, middle = model("Qwen2.5-0.5B"), model("Qwen2.5-7B")
+    large = model("Qwen2.5-32B", gradient_checkpointing=True)
+    return [
+        layout(small, 1, 256, staleness=0),
+        layout(small, 8, 2048, staleness=1),
+        layout(middle, 1, 256, staleness=0),
+        layout(middle, 8, 1024, staleness=1),
+        layout(middle, 64, 4096, staleness=1),
+        layout(middle, 64, 4096, staleness=3),
+        layout(middle, 512, 8192, staleness=4),
+        layout(large, 64, 4096, staleness=1, tensor_parallel=2),
+    ]
+
+
 def main() -> None:
-    """Print the tables."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--simulate", action="store_true", help="add the simulated collector's rate, as a share of the computed one"
     )
-    simulated = parser.parse_args().simulate
-    layouts = [
-        layout(QWEN_05B, 1, 256, staleness=0),
-        layout(QWEN_05B, 8, 2048, staleness=1),
-        layout(QWEN_7B, 1, 256, staleness=0),
-        layout(QWEN_7B, 8, 1024, staleness=1),
-        layout(QWEN_7B, 64, 4096, staleness=1),
-        layout(QWEN_7B, 64, 4096, staleness=3),
-        layout(QWEN_7B, 512, 8192, staleness=4),
-        layout(QWEN_32B, 64, 4096, staleness=1, tensor_parallel=2),
-        layout(QWEN_72B, 512, 8192, staleness=3, tensor_parallel=4),
-    ]
-    print(table(layouts, simulated=simulated))
+    print(table(layouts(), simulated=parser.parse_args().simulate))
 
 
 if __name__ == "__main__":
