@@ -15,6 +15,7 @@ from pkgutil import resolve_name
 import pytest
 
 from torchrl_llm.metrics.rollouts import named
+from torchrl_llm.utils.other_systems import SYSTEMS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
@@ -100,6 +101,7 @@ def known() -> frozenset[str]:
         | {name for text in OTHERS.values() for name in text.split()}
     )
     found |= {path.name for path in ROOT.iterdir() if path.is_dir()}
+    found |= {name for table in SYSTEMS.values() for name in table}
     for path in (ROOT / "torchrl_llm").rglob("*.py"):
         found |= {path.stem, path.parent.name} | stored(ast.parse(path.read_text()))
     for library in LIBRARIES:

@@ -173,8 +173,8 @@ class Renderer:
             advice.insert(0, "if it knows no system role, put the system prompt into the environment's first message")
         wanted = sorted(_variables(self.source) - _SUPPLIED - self.kwargs.keys())
         # One that a template merely asks for is no reason to refuse, so they are named where it
-        # failed by itself.
-        if wanted and not _raised_by_template(error):
+        # failed by itself, and not in its own words: raise_exception is a plain TemplateError.
+        if wanted and type(error) is not TemplateError:
             named = ", ".join(wanted)
             advice.insert(0, f"pass what it lacks as chat_template_kwargs (it reads {named}, which are not given)")
         return (
@@ -192,7 +192,7 @@ def _clock(today: date, spells: str) -> str:
             flag at most.
     """
     # transformers gives templates no other functions than its own, so it is a macro: each directive
-    # is replaced by its value. The line break behind it is no part of the template's text, as
+    # is replaced by its value. The line break behind it is not part of the template's text, as
     # transformers sets Jinja's trim_blocks.
     now = datetime(today.year, today.month, today.day)
     spelled = [f"%{flag}{letter}" for flag in ("", *"-_0^#") for letter in ascii_letters] + _DIRECTIVE.findall(spells)
@@ -202,12 +202,6 @@ def _clock(today: date, spells: str) -> str:
         f"{{%- for each in {values} -%}}{{%- set shown.text = shown.text.replace(each[0], each[1]) -%}}{{%- endfor -%}}"
         '{{ "%" if not loop.first }}{{ shown.text }}{%- endfor -%}{%- endmacro %}\n'
     )
-
-
-def _raised_by_template(error: Exception) -> bool:
-    """Whether the template refused in its own words: by ``raise_exception``, which is a plain
-    ``TemplateError``."""
-    return type(error) is TemplateError
 
 
 def _source(tokenizer: Any, kwargs: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from global_generators import draws
 from numpy.random.mtrand import get_bit_generator
-from scripted_episodes import Streaming, async_collectors, episodes, length, make_env, same, script, versions
+from scripted_episodes import episodes, length, same, script, versions
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import Compose, RewardScaling, TransformedEnv
 from torchrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
@@ -24,31 +24,10 @@ from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig
 from torchrl_llm.testing.environments import Dice, Slow, StopOrGo
-from torchrl_llm.testing.policies import ScriptedPolicy, SleepingPolicy
+from torchrl_llm.testing.policies import SleepingPolicy
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 
 EASY = "game:GuessTheNumber-v0-easy"
-
-
-@pytest.fixture
-def make(tokenizer):
-    return partial(make_env, tokenizer=tokenizer)
-
-
-@pytest.fixture
-def says(tokenizer):
-    return partial(ScriptedPolicy, tokenizer=tokenizer, max_output_tokens=16)
-
-
-@pytest.fixture
-def streams(tokenizer):
-    return partial(Streaming, tokenizer=tokenizer, max_output_tokens=16)
-
-
-@pytest.fixture
-def collect():
-    with async_collectors() as collect:
-        yield collect
 
 
 class TestBatches:

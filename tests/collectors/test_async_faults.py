@@ -7,35 +7,13 @@ from functools import partial
 
 import numpy as np
 import pytest
-from scripted_episodes import Streaming, async_collectors, episodes, make_env, script
+from scripted_episodes import episodes, script
 
 from torchrl_llm import keys
 from torchrl_llm.envs import EnvironmentFault
 from torchrl_llm.episode import Episode
 from torchrl_llm.modules.policy import TurnResponse
 from torchrl_llm.testing.environments import Faulty, StopOrGo
-from torchrl_llm.testing.policies import ScriptedPolicy
-
-
-@pytest.fixture
-def make(tokenizer):
-    return partial(make_env, tokenizer=tokenizer)
-
-
-@pytest.fixture
-def says(tokenizer):
-    return partial(ScriptedPolicy, tokenizer=tokenizer, max_output_tokens=16)
-
-
-@pytest.fixture
-def streams(tokenizer):
-    return partial(Streaming, tokenizer=tokenizer, max_output_tokens=16)
-
-
-@pytest.fixture
-def collect():
-    with async_collectors() as collect:
-        yield collect
 
 
 class Hangs(StopOrGo):

@@ -9,36 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_episodes import Streaming, async_collectors, episodes, length, make_env, script, versions
+from scripted_episodes import Streaming, episodes, length, script, versions
 from waiting import a_moment, wait_until
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.testing.environments import StopOrGo
-from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tokenizers import byte_tokenizer
-
-
-@pytest.fixture
-def make(tokenizer):
-    return partial(make_env, tokenizer=tokenizer)
-
-
-@pytest.fixture
-def says(tokenizer):
-    return partial(ScriptedPolicy, tokenizer=tokenizer, max_output_tokens=16)
-
-
-@pytest.fixture
-def streams(tokenizer):
-    return partial(Streaming, tokenizer=tokenizer, max_output_tokens=16)
-
-
-@pytest.fixture
-def collect():
-    with async_collectors() as collect:
-        yield collect
 
 
 class TestStaleness:

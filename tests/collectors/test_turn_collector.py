@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from scripted_episodes import episodes, make_env
+from scripted_episodes import episodes
 from tensordict import TensorDict
 from torch import nn
 from torchrl.data import LazyTensorStorage, ReplayBuffer
@@ -22,7 +22,6 @@ from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
 from torchrl_llm.data import TurnsToSequence, turns_to_rows
 from torchrl_llm.envs import EnvironmentFault
 from torchrl_llm.testing.environments import Dice, Faulty, StopOrGo
-from torchrl_llm.testing.policies import ScriptedPolicy
 
 RATE = 0.3
 
@@ -37,16 +36,6 @@ def length(episode):
 
 def one_or_five(episode, turn, context):
     return "stop" if turn == length(episode) - 1 else "go on"
-
-
-@pytest.fixture
-def make(tokenizer):
-    return partial(make_env, tokenizer=tokenizer)
-
-
-@pytest.fixture
-def says(tokenizer):
-    return partial(ScriptedPolicy, tokenizer=tokenizer, max_output_tokens=16)
 
 
 class TestBatches:

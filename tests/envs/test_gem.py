@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from gem_episodes import EASY, contexts, make_env, make_policy, play
+from gem_episodes import EASY, contexts, play
 from tensordict import TensorDict
 from torchrl.envs import check_env_specs
 
@@ -16,16 +16,6 @@ from torchrl_llm.keys import StopReason
 from torchrl_llm.metrics import rollout_metrics
 from torchrl_llm.metrics.rollouts import named
 from torchrl_llm.testing.environments import Dice, Echo, StopOrGo
-
-
-@pytest.fixture
-def make(tokenizer):
-    return partial(make_env, tokenizer=tokenizer)
-
-
-@pytest.fixture
-def says(tokenizer):
-    return partial(make_policy, tokenizer=tokenizer)
 
 
 def guess(episode, turn, context):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from gem_episodes import make_env, make_policy, play
+from gem_episodes import play
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
@@ -18,16 +18,6 @@ from torchrl_llm.envs.text_env import resolve_env
 from torchrl_llm.keys import StopReason
 from torchrl_llm.testing.environments import Echo, Faulty, StopOrGo
 from torchrl_llm.utils.options import ConfigError
-
-
-@pytest.fixture
-def make(tokenizer):
-    return partial(make_env, tokenizer=tokenizer)
-
-
-@pytest.fixture
-def says(tokenizer):
-    return partial(make_policy, tokenizer=tokenizer)
 
 
 class TestErrors:

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import numpy as np
 import pytest
-from gem_episodes import EASY, contexts, make_env, make_policy, play
+from gem_episodes import EASY, contexts, play
 from global_generators import draws
 
 from torchrl_llm import keys
 from torchrl_llm.testing.environments import Dice
-
-
-@pytest.fixture
-def make(tokenizer):
-    return partial(make_env, tokenizer=tokenizer)
-
-
-@pytest.fixture
-def says(tokenizer):
-    return partial(make_policy, tokenizer=tokenizer)
 
 
 class TestReproducibility:

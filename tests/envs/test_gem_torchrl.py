@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from gem_episodes import contexts, make_env, make_policy, play
+from gem_episodes import contexts, play
 from torchrl.collectors import Collector
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
@@ -16,16 +16,6 @@ from torchrl.envs import ParallelEnv, SerialEnv, check_env_specs
 from torchrl_llm import keys
 from torchrl_llm.data import TurnsToSequence, TurnViewError, turns_to_rows
 from torchrl_llm.testing.environments import Dice, StopOrGo
-
-
-@pytest.fixture
-def make(tokenizer):
-    return partial(make_env, tokenizer=tokenizer)
-
-
-@pytest.fixture
-def says(tokenizer):
-    return partial(make_policy, tokenizer=tokenizer)
 
 
 class TestInterop:

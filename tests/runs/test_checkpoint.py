@@ -151,8 +151,8 @@ class TestResume:
         """Its sums take a pass over all files."""
         settings = RUN | {"max_iterations": 1}
         build_run(small_config(tmp_path, **settings)).trainer.train()
-        checked, sha256 = [], checkpoint_files._sha256
-        monkeypatch.setattr(checkpoint_files, "_sha256", lambda path: (checked.append(path), sha256(path))[1])
+        checked, sha256 = [], checkpoint_files.sha256
+        monkeypatch.setattr(checkpoint_files, "sha256", lambda path: (checked.append(path), sha256(path))[1])
         run = build_run(small_config(tmp_path, **settings, resume=True))
         assert run.trainer.iteration == 1
         assert len(checked) == len({*checked}) > 5

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_folders import SETTINGS, checkpoint, config, finished_run, names, no_loggers
+from run_folders import SETTINGS, checkpoint, config, names, no_loggers
 from small_runs import contents, small_config
 from torchrl.checkpoint import CheckpointError
 
@@ -20,16 +20,6 @@ from torchrl_llm.runs import ConfigError, Interrupted, build_run, verify
 from torchrl_llm.runs.run_folder import LOCK, MARK, RunFolder
 from torchrl_llm.runs.table import FILE as METRICS
 from torchrl_llm.runs.table import read_metrics
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    return finished_run(tmp_path_factory.mktemp("finished"))
-
-
-@pytest.fixture
-def folder(finished, tmp_path) -> Path:
-    return shutil.copytree(finished, tmp_path / "run", symlinks=True)
 
 
 @pytest.fixture

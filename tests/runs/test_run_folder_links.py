@@ -11,22 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from run_folders import checkpoint, config, finished_run, forked, names, no_loggers
+from run_folders import checkpoint, config, forked, names, no_loggers
 from small_runs import contents
 from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.runs import ConfigError, build_run, verify
 from torchrl_llm.runs.run_folder import LOCK, MARK, RunFolder
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    return finished_run(tmp_path_factory.mktemp("finished"))
-
-
-@pytest.fixture
-def folder(finished, tmp_path) -> Path:
-    return shutil.copytree(finished, tmp_path / "run", symlinks=True)
 
 
 class TestCopyWithoutLinks:

@@ -17,23 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from run_folders import config, finished_run, forked, names, no_loggers
+from run_folders import config, forked, names, no_loggers
 from small_runs import contents
 from waiting import LIMIT
 
 from torchrl_llm.runs import ConfigError, build_run, folder_lock
 from torchrl_llm.runs.folder_lock import LOCK, FolderLock
 from torchrl_llm.runs.run_folder import RunFolder
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    return finished_run(tmp_path_factory.mktemp("finished"))
-
-
-@pytest.fixture
-def folder(finished, tmp_path) -> Path:
-    return shutil.copytree(finished, tmp_path / "run", symlinks=True)
 
 
 @contextmanager

@@ -11,16 +11,14 @@ page, and an evaluation on tasks that nothing else uses.
 
 from __future__ import annotations
 
-import argparse
 import json
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from torchrl_llm.runs.settings_file import read_value
+from torchrl_llm.runs.flags import Flag
 from torchrl_llm.tuning import TuningConfig, report_best, summary, tune
 from torchrl_llm.utils.arguments import ArgumentParser
 from torchrl_llm.utils.options import ConfigError, describe, meanings, options_of
@@ -32,10 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.usage, parser.noun = "%(prog)s [--config FILE] [--FIELD VALUE ...]", "setting"
     parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of the fields below")
     parser.add_argument(
-        "--resume",
-        action="store_true",
-        default=False,
-        help="continue the search in output_dir, or start it",
+        "--resume", action="store_true", default=False, help="continue the search in output_dir, or start it"
     )
     parser.add_argument(
         "--trust",
@@ -49,7 +44,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     for name, option in options_of(TuningConfig).items():
         default = "" if name in ("base", "space") else f"; default: {option.default}"
         said = f"{meaning[name]} (type: {describe(option.hint)}{default})".replace("%", "%%")
-        group.add_argument(f"--{name}", action=_Flag, metavar="VALUE", help=said)
+        group.add_argument(f"--{name}", action=Flag, hint=option.hint, metavar="VALUE", help=said)
 
 
 def run(arguments: Namespace) -> int:
@@ -73,14 +68,3 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         say(json.dumps(found, indent=2))
     return 0
-
-
-class _Flag(argparse.Action):
-    """One field of the settings."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        try:
-            value = read_value(str(option_string), values, options_of(TuningConfig)[self.dest].hint)
-        except ConfigError as error:
-            parser.error(str(error))
-        setattr(namespace, self.dest, value)

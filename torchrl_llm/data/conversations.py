@@ -12,15 +12,14 @@ from torchrl_llm.episode import LARGEST_REWARD, is_reward
 
 _REFUSED = {
     "rejected": "pairs of answers are for DPO, which is not here: give the conversation with the better answer as messages",
-    "tools": "no tools are shown to the model: write what they are into the first message, or leave the field out",
-    "available_tools": "no tools are shown to the model: write what they are into the first message, or leave the field out",
-    "functions": "no tools are shown to the model: write what they are into the first message, or leave the field out",
-    "image": "a message is text alone: leave the conversation out",
-    "images": "a message is text alone: leave the conversation out",
-    "video": "a message is text alone: leave the conversation out",
-    "videos": "a message is text alone: leave the conversation out",
-    "audio": "a message is text alone: leave the conversation out",
-    "audios": "a message is text alone: leave the conversation out",
+    **dict.fromkeys(
+        ("tools", "available_tools", "functions"),
+        "no tools are shown to the model: write what they are into the first message, or leave the field out",
+    ),
+    **dict.fromkeys(
+        ("image", "images", "video", "videos", "audio", "audios"),
+        "a message is text alone: leave the conversation out",
+    ),
 }
 """Fields of records that cannot be left out without a change of what is learned, and what to do."""
 

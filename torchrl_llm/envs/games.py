@@ -274,8 +274,8 @@ class SelfPlayEnv(GEMEnv):
         options: see :class:`~torchrl_llm.envs.GEMEnv`.
 
     Raises:
-        ConfigError: an environment is no game, or the players of the games differ from each other
-            or from ``group_size``.
+        ConfigError: an environment is not a game, or the players of the games differ from each
+            other or from ``group_size``.
 
     Examples:
         >>> from torchrl_llm.testing.take_away import TakeAway
@@ -327,6 +327,6 @@ def _players(spec: EnvSpec) -> int:
     if isinstance(game, Game) and game.num_players > 1:
         return game.num_players
     raise ConfigError(
-        f"{spec.name!r} made a {type(game).__name__}, which is no game of several players: expected num_players > 1, seat, rewards, "
+        f"{spec.name!r} made a {type(game).__name__}, which is not a game of several players: expected num_players > 1, seat, rewards, "
         'start, move and observe (torchrl_llm.envs.Game). Environments of one player have the collector "turn".'
     )

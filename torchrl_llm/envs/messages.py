@@ -23,15 +23,15 @@ _ROLES = {
 _ALIKE = "answers of one conversation count alike: leave the conversation out, or end it before the answer"
 
 _MEANS_SOMETHING = {
-    "tool_calls": "calls of tools are read from the text of an answer: write the call into content as the model writes it",
-    "function_call": "calls of tools are read from the text of an answer: write the call into content as the model writes it",
-    "reasoning_content": "thinking is part of an answer: write it into content as the model writes it, such as <think>...</think>",
-    "reasoning": "thinking is part of an answer: write it into content as the model writes it, such as <think>...</think>",
-    "thinking": "thinking is part of an answer: write it into content as the model writes it, such as <think>...</think>",
-    "image": "a message is text alone",
-    "images": "a message is text alone",
-    "audio": "a message is text alone",
-    "video": "a message is text alone",
+    **dict.fromkeys(
+        ("tool_calls", "function_call"),
+        "calls of tools are read from the text of an answer: write the call into content as the model writes it",
+    ),
+    **dict.fromkeys(
+        ("reasoning_content", "reasoning", "thinking"),
+        "thinking is part of an answer: write it into content as the model writes it, such as <think>...</think>",
+    ),
+    **dict.fromkeys(("image", "images", "audio", "video"), "a message is text alone"),
 }
 """Fields of messages that cannot be left out without a change of what is said or learned, and what
 to do."""

@@ -4,19 +4,13 @@
 """
 
 from torchrl_llm import functional
-from torchrl_llm.objectives.estimators import (
-    CriticEstimator,
-    GroupRelative,
-    ImitationWeights,
-    NoCredit,
-    ReBN,
-    ReturnEstimator,
-    RoleRelative,
-    TurnEstimator,
-    TurnGAE,
-    TurnVine,
-    TurnVTrace,
-)
+from torchrl_llm.objectives.estimators.base import TurnEstimator
+from torchrl_llm.objectives.estimators.critic import CriticEstimator, TurnGAE, TurnVTrace
+from torchrl_llm.objectives.estimators.group_relative import GroupRelative
+from torchrl_llm.objectives.estimators.imitation import ImitationWeights, NoCredit
+from torchrl_llm.objectives.estimators.returns import ReBN, ReturnEstimator
+from torchrl_llm.objectives.estimators.roles import RoleRelative
+from torchrl_llm.objectives.estimators.vine import TurnVine
 from torchrl_llm.objectives.grpo import LLMGRPOLoss
 from torchrl_llm.objectives.loss import TurnPolicyLoss
 from torchrl_llm.objectives.micro_batches import merge, total, write_loss_weights

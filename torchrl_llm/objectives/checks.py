@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_llm.objectives.estimators import ImitationWeights, TurnEstimator
+from torchrl_llm.objectives.estimators.base import TurnEstimator
+from torchrl_llm.objectives.estimators.imitation import ImitationWeights
 
 
 def check_objective(name: str, objective: Any, log_ratio: Tensor) -> Tensor:

@@ -23,8 +23,10 @@ from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives.checks import check_objective
-from torchrl_llm.objectives.estimators import NoCredit, ReBN, TurnEstimator, TurnGAE
-from torchrl_llm.objectives.estimators.base import RowReader
+from torchrl_llm.objectives.estimators.base import RowReader, TurnEstimator
+from torchrl_llm.objectives.estimators.critic import TurnGAE
+from torchrl_llm.objectives.estimators.imitation import NoCredit
+from torchrl_llm.objectives.estimators.returns import ReBN
 from torchrl_llm.objectives.sampler import SamplerRule
 from torchrl_llm.utils.options import Bound, Checked, Idle, NonNegative, Positive, Ratio, options_of
 

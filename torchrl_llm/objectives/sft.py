@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_llm import functional as F
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives.estimators import CriticEstimator
+from torchrl_llm.objectives.estimators.critic import CriticEstimator
 from torchrl_llm.objectives.estimators.imitation import Imitated, ImitationWeights, NoCredit
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator
 from torchrl_llm.objectives.loss import Clipping, KLPlace, TurnPolicyLoss, UnitWeight

@@ -51,7 +51,7 @@ from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 _PARITY_LENGTH = 257
 """Two blocks of 128 tokens, the largest of vLLM's prefix caches, and one."""
 
-_MODEL = ("dtype", "attn_implementation", "trust_remote_code", "quantization")
+MODEL = ("dtype", "attn_implementation", "trust_remote_code", "quantization")
 """Settings of the model wherever it is loaded by transformers: here and on workers."""
 
 _SAMPLER = ("seed", "compile_decode")
@@ -65,7 +65,7 @@ _ENVIRONMENT = (
 """Settings of every environment of a run."""
 
 
-def _given(config: RunConfig, *names: str, **renamed: str) -> dict[str, Any]:
+def given_options(config: RunConfig, *names: str, **renamed: str) -> dict[str, Any]:
     """The settings that are not ``None``, as keyword arguments of a part, whose own defaults hold
     for the rest.
 
@@ -157,7 +157,7 @@ def load_models(
         sampling=sampling,
         entropy=True,
         device=device,
-        **_given(config, *_MODEL, "gradient_checkpointing", "compile", "share_prefixes", "chunk_logits", "seed"),
+        **given_options(config, *MODEL, "gradient_checkpointing", "compile", "share_prefixes", "chunk_logits", "seed"),
         base_products=config.base_products,
     )
     if config.init_from is not None:
@@ -186,7 +186,7 @@ def make_policy(
         # Level 1: level 2 drops the base weights, which a sync of the adapter does not bring back.
         sync_options: Any = {"method": config.weight_sync or "auto", "sleep_level": 1 if config.sleep_mode else 0}
         return engine, EngineWeightSync(models.model, models.adapter, policy=engine, **sync_options)
-    policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, **_given(config, *_SAMPLER))
+    policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, **given_options(config, *_SAMPLER))
     if config.collector != "ray":
         return policy, None
     merged = True if config.policy == "vllm" and not serves_adapter(config) else None
@@ -200,7 +200,7 @@ def worker_options(
 ) -> dict[str, Any]:
     """What :class:`~torchrl_llm.collectors.RayTurnCollector` needs for its workers, which ``sync``
     sends the weights to."""
-    resources = {"num_cpus": 1.0, "num_gpus": 0} | _given(
+    resources = {"num_cpus": 1.0, "num_gpus": 0} | given_options(
         config, num_cpus="ray_worker_cpus", num_gpus="ray_worker_gpus"
     )
     return {
@@ -231,11 +231,11 @@ def _worker_policy(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, 
         # A worker only samples; float32 weights are for training.
         master_weights=False,
         device="cuda" if config.ray_worker_gpus else "cpu",
-        **_given(config, *_MODEL),
+        **given_options(config, *MODEL),
     )
     # One seed for all: noise goes by episode and turn too, so it does not matter which worker
     # samples.
-    return HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, **_given(config, *_SAMPLER))
+    return HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, **given_options(config, *_SAMPLER))
 
 
 def make_collector(
@@ -265,16 +265,16 @@ def make_collector(
             env.formatter.tokenizer,
             env.formatter.answer,
             trained=policy,
-            **_given(config, "max_output_tokens", "min_output_tokens", "seed"),
+            **given_options(config, "max_output_tokens", "min_output_tokens", "seed"),
         )
-    options |= _given(config, "max_faults")
+    options |= given_options(config, "max_faults")
     if config.adaptive_mixture:
         options["post_collect_hook"] = partial(adapt_mixture, env, gather=distributed.all_gather)
     if config.collector == "turn":
         return TurnCollector(env, policy, **_continuations(config), **options)
     if config.collector == "self_play":
         return SelfPlayCollector(env, policy, **options)
-    options |= _given(config, "max_staleness", "step_timeout", num_threads="env_threads")
+    options |= given_options(config, "max_staleness", "step_timeout", num_threads="env_threads")
     if config.collector == "async":
         return AsyncTurnCollector(env, policy, **options)
     return RayTurnCollector(env, policy, **options)
@@ -326,7 +326,7 @@ def make_environment(
     Args:
         shard: ``worker`` and ``num_workers``, where several processes share the tasks.
     """
-    options = _given(config, *_ENVIRONMENT, "step_timeout", num_threads="env_threads")
+    options = given_options(config, *_ENVIRONMENT, "step_timeout", num_threads="env_threads")
     if config.collector in ("async", "ray") and config.env_threads != 0:
         options = {"step_timeout": STEP_TIMEOUT} | options  # evaluation allows what training allows
     if config.collector == "self_play":

@@ -3,7 +3,6 @@ of another."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrl.checkpoint import Checkpoint, CheckpointError
+
+from torchrl_llm.utils.files import sha256
 
 SUCCESS = "evaluation_success"
 """The metric, in a checkpoint's manifest, that the best one is chosen by."""
@@ -67,7 +68,7 @@ def _read_sums(path: Path) -> dict[str, str]:
 
 
 def write_sums(path: Path) -> None:
-    sums = {name: _sha256(path / name) for name in _files(path) if name != _SUMS}
+    sums = {name: sha256(path / name) for name in _files(path) if name != _SUMS}
     (path / _SUMS).write_text(json.dumps(sums, indent=1))
 
 
@@ -106,7 +107,7 @@ def _check_files(path: Path, sums: Mapping[str, str]) -> None:
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing: the checkpoint is damaged.")
-        if _sha256(file) != expected:
+        if sha256(file) != expected:
             raise CheckpointError(f"{file} is not what was saved (its SHA-256 differs): the checkpoint is damaged.")
 
 
@@ -133,12 +134,6 @@ def _check_metadata(path: Path, metadata: Any) -> None:
     name = NAME.fullmatch(path.resolve().name)
     if name and int(name[1]) != metadata["iteration"]:
         raise CheckpointError(f"{path} was saved at iteration {metadata['iteration']}: give the folder its name back.")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        # Reads in pieces: a file of weights may be larger than the free memory.
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def publish(place: Path, write: Callable[[Path], None]) -> None:

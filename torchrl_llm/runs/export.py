@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import ModelCardData
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from torchrl_llm.modules import weights
@@ -27,9 +28,12 @@ from torchrl_llm.utils.terminal import printable
 
 Format = Literal["adapter", "merged"]
 
-_RESULTS = (
-    'Sampled as in training, on tasks with seeds that training did not use. Other seeds may give the same tasks all the same: "trained on" is the '
-    "share of the episodes whose task was trained on, by its hidden state or first observation, and - where that is not known."
+_TEMPLATES = Environment(  # of Markdown: code() and fenced() keep texts apart
+    loader=PackageLoader("torchrl_llm.runs", "."),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
 )
 _NO_MODEL = shutil.ignore_patterns(".*", "*.bin", "*.pt", "*.pth", "*.pkl")
 """Files that are not exported: hidden ones, and pickles, such as states of an optimizer."""
@@ -114,28 +118,31 @@ def model_card(saved: SavedModel, name: str, *, format: Format) -> str:
     """
     settings, base = saved.settings, _base_model(saved)
     of_hub = base is not None and base.count("/") == 1 and not Path(base).exists()  # the id of one
-    head = ModelCardData(
-        library_name="peft" if format == "adapter" else "transformers",
-        pipeline_tag="text-generation",
-        tags=["reinforcement-learning", "torchrl-llm"],
-        base_model=base if of_hub else None,
+    names, defaults = settings.get("env_name", []), RunConfig().as_json()
+    maker = MODELS.get(str(base))  # transformers does not know these names
+    text = _TEMPLATES.get_template("card.md.jinja").render(
+        head=ModelCardData(
+            library_name="peft" if format == "adapter" else "transformers",
+            pipeline_tag="text-generation",
+            tags=["reinforcement-learning", "torchrl-llm"],
+            base_model=base if of_hub else None,
+        ),
+        heading=name if re.fullmatch(r"[\w .-]+", name) else code(name),
+        settings=settings,
+        metadata=saved.metadata,
+        base=str(base),
+        environments=", ".join(map(code, [names] if isinstance(names, str) else names)),
+        results=[*_results(saved)],
+        adapter=format == "adapter",
+        maker=maker,
+        source=json.dumps(base) if maker is None else f"{maker.__name__}()",
+        file=SETTINGS,
+        changed={k: v for k, v in settings.items() if k not in HOW_TO_RUN and defaults.get(k) != v},
+        code=code,
+        percent=percent,
+        listed=lambda values: fenced(as_yaml(values)),
     )
-    heading = name if re.fullmatch(r"[\w .-]+", name) else code(name)
-    parts = [f"---\n{head}\n---\n\n# {heading}", _summary(saved, base)]
-    results = [*_results(saved)]
-    if results:
-        table = "| evaluation | win rate | 95 % interval | trained on |\n|---|---|---|---|\n" + "\n".join(results)
-        parts.append(f"## Results\n\n{_RESULTS}\n\n{table}")
-    parts.append(f"## Use\n\n{_usage(base, format)}")
-    if settings:
-        defaults = RunConfig().as_json()
-        other = {k: v for k, v in settings.items() if k not in HOW_TO_RUN and defaults.get(k) != v}
-        parts.append(
-            f"## Settings\n\nThose that differ from the defaults; all are in `{SETTINGS}`.\n\n{fenced(as_yaml(other))}"
-        )
-    if saved.metadata:
-        parts.append("## Versions\n\n" + fenced(as_yaml(saved.metadata["environment"]["versions"])))
-    return printable("\n\n".join(parts) + "\n")
+    return printable(text)
 
 
 def _base_model(saved: SavedModel) -> str | None:
@@ -144,35 +151,7 @@ def _base_model(saved: SavedModel) -> str | None:
     return saved.settings.get("model_path")
 
 
-def _summary(saved: SavedModel, base: str | None) -> str:
-    if not saved.settings:
-        return "A language model. It is not known how it was trained."
-    names = saved.settings["env_name"]
-    environments = ", ".join(map(code, [names] if isinstance(names, str) else names))
-    kind = f"LoRA of rank {saved.settings['lora_r']}" if saved.settings["lora_r"] else "all weights"
-    algo = saved.settings["algo"]
-    text = f"{code(str(base))}, trained with {algo} on {environments} over many turns ({kind}) by `torchrl_llm`."
-    if saved.metadata:
-        text += f" Weights after {saved.metadata['iteration']} iterations, {saved.metadata['steps']:,} turns."
-    return text
-
-
-def _usage(base: str | None, format: Format) -> str:
-    load = 'AutoModelForCausalLM.from_pretrained("THIS FOLDER")'
-    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", "", f"model = {load}"]
-    if format == "adapter":
-        source, imported = json.dumps(base), list[str]()
-        if base in MODELS:  # transformers does not know these names
-            find = MODELS[base]
-            source, imported = f"{find.__name__}()", [f"from {find.__module__} import {find.__name__}"]
-        base_model = f"AutoModelForCausalLM.from_pretrained({source})"
-        lines[0:1] = ["from peft import PeftModel", lines[0], *imported]
-        lines[-1] = f'model = PeftModel.from_pretrained({base_model}, "THIS FOLDER")'
-    lines.append('tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")')
-    return "```python\n" + "\n".join(lines) + "\n```"
-
-
-def _results(saved: SavedModel) -> Iterator[str]:
+def _results(saved: SavedModel) -> Iterator[tuple[Any, ...]]:
     """The rows of the table of results: before training, in the run, and at its end, as far as they
     are of these weights."""
     # of other files it is not known when, or by which run, they were written
@@ -188,24 +167,15 @@ def _results(saved: SavedModel) -> Iterator[str]:
     before, after = files.before, files.result
     if before.keys() >= {"episodes", "success", "success_ci95"} and after.get("same_games") is not False:
         what = f"before training, {before['episodes']} episodes"
-        yield _row(what, before["success"], *before["success_ci95"], share=before.get("task_overlap"))
+        yield what, before["success"], *before["success_ci95"], before.get("task_overlap")
     names = ("success", "success_low", "success_high", "task_overlap")
     *rates, share = (_logged(files, name, saved.metadata["steps"]) for name in names)
     if None not in rates:
-        yield _row(f"during training, {saved.settings['evaluation_episodes']} episodes", *rates, share=share)
+        yield f"during training, {saved.settings['evaluation_episodes']} episodes", *rates, share
     known = after.keys() >= {"success_after", "success_ci95"}
     if known and after.get("iterations") == saved.metadata["iteration"]:
-        yield _row(
-            f"after training, {saved.settings['final_episodes']} episodes",
-            after["success_after"],
-            *after["success_ci95"],
-            share=after.get("evaluation_task_overlap"),
-        )
-
-
-def _row(what: str, *rates: float | None, share: float | None) -> str:
-    rate, low, high = (f"{value:.3f}" for value in rates)
-    return f"| {what} | {rate} | {low} to {high} | {percent(share)} |"
+        what = f"after training, {saved.settings['final_episodes']} episodes"
+        yield what, after["success_after"], *after["success_ci95"], after.get("evaluation_task_overlap")
 
 
 def _logged(files: RunFiles, name: str, steps: int) -> float | None:

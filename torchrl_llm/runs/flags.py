@@ -80,17 +80,17 @@ def add_flags(
         # argparse formats help with %.
         said = f"{plain(meaning[name])} (type: {describe(hint)}; default: {shown_default(name)})".replace("%", "%%")
         bare: dict[str, Any] = {"nargs": "?", "const": "true"} if hint in (bool, bool | None) else {}
-        flag = group.add_argument(
+        group.add_argument(
             *_SPELLINGS.get(name, ()),
             f"--{name}",
             dest=name,
-            action=_Flag,
+            action=Flag,
+            hint=hint,
             metavar="VALUE",
             help=said,
             default=argparse.SUPPRESS,
             **bare,
         )
-        flag.hint = hint  # type: ignore[attr-defined]
 
 
 def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -176,10 +176,17 @@ def _files(arguments: argparse.Namespace) -> dict[str, Path]:
     return vars(arguments).setdefault("setting_files", {})
 
 
-class _Flag(argparse.Action):
-    """One field of the settings."""
+class Flag(argparse.Action):
+    """One field of the settings.
 
-    hint: Any = Any
+    Args:
+        hint: its annotation, by which a value is read and checked.
+        options: those of :class:`argparse.Action`.
+    """
+
+    def __init__(self, *, hint: Any, **options: Any) -> None:
+        super().__init__(**options)
+        self.hint = hint
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         _files(namespace).pop(self.dest, None)

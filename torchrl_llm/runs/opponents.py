@@ -153,11 +153,7 @@ def _start(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, models: 
         lora=build.make_lora(config),
         sampling=sampling,
         device=next(models.model.parameters()).device,
-        dtype=config.dtype,
-        attn_implementation=config.attn_implementation,
-        trust_remote_code=config.trust_remote_code,
-        quantization=config.quantization,
-        seed=config.seed,
+        **build.given_options(config, *build.MODEL, "seed"),
     )
     if config.init_from is not None:
         start.load_pretrained(config.init_from, merge_lora_configs=config.merge_lora_configs)

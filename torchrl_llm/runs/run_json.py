@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchrl_llm.metrics.paired import PairedComparison
+from torchrl_llm.utils.options import fits
 from torchrl_llm.utils.terminal import one_line
 
 
@@ -52,53 +54,28 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and (value != value or -1e300 < value < 1e300)
 
 
-def _is_interval(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_outcomes(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch("[01]*", value) is not None
-
-
 def _is_paired(value: Any) -> bool:
-    named = isinstance(value, Mapping) and all(map(_is_number, value.values()))
+    named = fits(value, dict) and all(map(_is_number, value.values()))
     known = {each.name: each.default is MISSING for each in fields(PairedComparison)}
     return named and known.keys() >= value.keys() >= {name for name, needed in known.items() if needed}
-
-
-def _is_settings(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(map(_is_text, value.values()))
-
-
-def _is_changed(value: Any) -> bool:
-    pairs = value.values() if isinstance(value, Mapping) else [None]
-    return all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
-
-
-def _is_environment(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("versions", {}), Mapping)
 
 
 _NUMBERS = r"(success|reward|turns|penalized|response_length)(_before|_after)?|episodes|iterations|faults|tasks|task_overlap|seed"
 _KINDS: dict[str, Callable[[Any], bool]] = {
     rf"{_NUMBERS}|wall_s|cpu_s|peak_rss_mb|evaluation_(tasks|task_overlap|faults)": _is_number,
-    r"success(_before)?_ci95": _is_interval,
-    "outcomes": _is_outcomes,
-    "task_digest|beginnings|started|title|model|algo|stop_reason": _is_text,
+    r"success(_before)?_ci95": lambda value: fits(value, list[Any]) and len(value) == 2 and all(map(_is_number, value)),
+    "outcomes": lambda value: fits(value, str) and re.fullmatch("[01]*", value) is not None,
+    "task_digest|beginnings|started|title|model|algo|stop_reason": partial(fits, hint=str),
     "paired": _is_paired,
-    "same_games": lambda value: isinstance(value, bool),
-    "settings": _is_settings,
-    "changed": _is_changed,
-    "environment": _is_environment,
-    "machine|environments": lambda value: isinstance(value, Mapping),
+    "same_games": partial(fits, hint=bool),
+    "settings": lambda value: fits(value, dict) and all(fits(text, str) for text in value.values()),
+    "changed": lambda value: fits(value, dict) and all(fits(pair, tuple[Any, Any]) for pair in value.values()),
+    "environment": lambda value: fits(value, dict) and fits(value.get("versions", {}), dict),
+    "machine|environments": partial(fits, hint=dict),
 }
 """Names of entries, as patterns, and whether a value is of the kind that runs write. Any other
 entry is shown as text, if at all."""
 
 
 def _fits(name: str, value: Any) -> bool:
-    return all(fits(value) for pattern, fits in _KINDS.items() if re.fullmatch(pattern, name))
+    return all(kind(value) for pattern, kind in _KINDS.items() if re.fullmatch(pattern, name))

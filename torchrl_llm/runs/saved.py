@@ -332,11 +332,8 @@ def _load(saved: SavedModel, config: RunConfig) -> LoadedModel:
         tokenizer=tokenizer,
         lora=weights.read_adapter(saved.weights).config if saved.is_adapter else None,
         sampling=sampling,
-        dtype=config.dtype,
         device=choose_device(config),
-        attn_implementation=config.attn_implementation,
-        trust_remote_code=config.trust_remote_code,
-        quantization=config.quantization,
+        **build.given_options(config, *build.MODEL),
         master_weights=False,
         share_prefixes=False,
     )

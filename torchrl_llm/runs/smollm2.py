@@ -7,7 +7,6 @@ downloaded or imported before :func:`smollm2_model_path`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from torchrl_llm.utils.files import open_to_others, write_text
+from torchrl_llm.utils.files import open_to_others, sha256, write_text
 from torchrl_llm.utils.host import free_memory
 from torchrl_llm.utils.interrupts import catch_signals, interruptible
 from torchrl_llm.utils.optional import MissingExtraError
@@ -111,7 +110,7 @@ def _find_gguf() -> Path:
 
 
 def _check_digest(source: Path) -> None:
-    found = _sha256(source) if source.is_file() else "missing"
+    found = sha256(source) if source.is_file() else "missing"
     if found != SHA256:
         raise ConfigError(
             f"{source} is damaged or of another version than 0.1.2 (SHA-256 {found}, expected {SHA256}): "
@@ -195,7 +194,7 @@ def _convert_here(source: Path, folder: Path) -> None:
 
 
 def _write_manifest(folder: Path) -> None:
-    files = {file.name: {"size": file.stat().st_size, "sha256": _sha256(file)} for file in sorted(folder.iterdir())}
+    files = {file.name: {"size": file.stat().st_size, "sha256": sha256(file)} for file in sorted(folder.iterdir())}
     write_text(folder / _MANIFEST, json.dumps({"source": SHA256, "files": files}, indent=1))
 
 
@@ -213,7 +212,7 @@ def _check_files(folder: Path) -> None:
 def _is_unchanged(file: Path, expected: dict[str, Any]) -> bool:
     if not file.is_file() or file.stat().st_size != expected["size"]:
         return False
-    return _has_header(file) if expected["size"] > _SMALL else _sha256(file) == expected["sha256"]
+    return _has_header(file) if expected["size"] > _SMALL else sha256(file) == expected["sha256"]
 
 
 def _has_header(file: Path) -> bool:
@@ -222,11 +221,6 @@ def _has_header(file: Path) -> bool:
             return True
     except SafetensorError:
         return False
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
 
 
 if __name__ == "__main__":

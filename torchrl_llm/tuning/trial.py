@@ -45,7 +45,8 @@ def train_generation(
     Raises:
         ConfigError: the settings do not go together, or the run ends before the generation does.
     """
-    iterations = (0 if generation == 1 else _iteration(folder)) + tuning.iterations(sampled)
+    before = 0 if generation == 1 else verify(_newest(folder))["metadata"]["iteration"]
+    iterations = before + tuning.iterations(sampled)
     run = build_run(tuning.run_config(folder, sampled, iterations, starts=generation == 1))
     try:
         history = run.trainer.train()
@@ -69,10 +70,6 @@ def _note(folder: Path, line: Mapping[str, Any]) -> None:
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     kept = [each for each in lines if json.loads(each)["generation"] < line["generation"]]
     write_text(file, "\n".join([*kept, json.dumps(line)]) + "\n")
-
-
-def _iteration(folder: Path) -> int:
-    return verify(_newest(folder))["metadata"]["iteration"]
 
 
 def _newest(folder: Path) -> Path:

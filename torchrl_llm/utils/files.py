@@ -4,6 +4,7 @@ may read: :func:`open_to_others`."""
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import uuid
 from contextlib import suppress
@@ -73,6 +74,12 @@ def _clean(path: Path) -> None:
         with suppress(OSError):  # another process cleans too, or has replaced the file by now
             if left.stat().st_mtime < path.stat().st_mtime - _ABANDONED:
                 left.unlink()
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal digits; it is read piece by piece."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def open_to_others(folder: Path) -> None:

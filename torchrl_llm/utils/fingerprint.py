@@ -56,7 +56,7 @@ def fingerprint(part: Any) -> str:
         >>> fingerprint({"moves": 3, "cells": 2}) == fingerprint({"cells": 2, "moves": 3})
         True
     """
-    return _hash(_text(part, ()))
+    return blake2b(_text(part, ()).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _text(part: Any, outer: tuple[int, ...]) -> str:
@@ -117,16 +117,13 @@ def _reached(part: Any) -> list[Any]:
     found: list[Any] = []
     waiting = [part]
     while waiting:
-        for each in _with_bases(waiting.pop(0)):
+        first = waiting.pop(0)
+        for each in first.__mro__ if isinstance(first, type) else (first,):
             if not _is_installed(each) and all(each is not other for other in found):
                 found.append(each)
                 values = [*_found(each).values(), *(value for f in _functions(each) for value in _given(f))]
                 waiting += [own for value in values for own in _held(value)]
     return found
-
-
-def _with_bases(part: Any) -> tuple[Any, ...]:
-    return part.__mro__ if isinstance(part, type) else (part,)
 
 
 def _held(value: Any) -> Iterator[Any]:
@@ -237,7 +234,3 @@ def _is_installed_module(name: str) -> bool:
     file = getattr(sys.modules.get(name), "__file__", None)
     places = {sysconfig.get_path(each) for each in ("purelib", "platlib")}
     return file is not None and any(Path(file).is_relative_to(place) for place in places)
-
-
-def _hash(text: str) -> str:
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
