@@ -158,14 +158,16 @@ def record_turns(episodes: Sequence[Episode], steps: TensorDictBase) -> None:
     """
     if not episodes:
         return
-    read = {key: steps[key] for key in _NEEDED}
+    read = {key: steps[key] for key in _NEEDED if key != ("next", keys.REWARD)}
     uncut = torch.zeros_like(steps[keys.TURN])
     read |= {key: steps.get(key, uncut) for key in (keys.SEGMENT, ("next", keys.SEGMENT))}
     # NumPy has no bfloat16.
     arrays = {key: (x.float() if x.dtype is torch.bfloat16 else x).numpy(force=True) for key, x in read.items()}
+    rewards = steps["next", keys.REWARD].flatten().tolist()
     columns = {name: value.flatten().tolist() for name, value in _extras(steps).items()}
     for i, episode in enumerate(episodes):
         _record_turn(episode, {key: value[i] for key, value in arrays.items()})
+        episode.rewards.append(rewards[i])
         if columns:
             episode.extras.append({name: column[i] for name, column in columns.items()})
 
@@ -193,7 +195,6 @@ def _record_turn(episode: Episode, step: dict[Any, np.ndarray[Any, Any]]) -> Non
     if not cut and not np.array_equal(following[: start + size], np.concatenate([context, tokens])):
         raise HistoryRewrittenError.at(episode.episode_id, len(episode.turns))
     episode.add(Turn(start, segment, tokens, log_probs, versions))
-    episode.rewards.append(float(step["next", keys.REWARD][0]))
     if cut:
         episode.end_segment(context)
     if terminated or truncated:

@@ -204,9 +204,10 @@ class SlotMachine:
         success: decides which episodes are a success.
         num_sampled: tasks sampled so far.
         last_fault: of ``faults``, the last; ``None``: none failed.
-        new_faults: those of the last :meth:`step`, or since it was set to ().
+        new_faults: those since it was set to (), as a ``GEMEnv`` does before each reset and step.
         names: of the environments.
         extras: name -> ``float`` or ``str`` of the extras that they declare.
+        prompt: ``[N, max_model_len]`` int64, the contexts, each valid up to its slot's length.
 
     Examples:
         >>> from torchrl_llm.envs import GEMEnv
@@ -237,12 +238,12 @@ class SlotMachine:
     new_faults: Sequence[EnvironmentFault] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
+        # First, because it fails at once where there is no memory for so many slots.
+        self.prompt = torch.zeros(self.num_slots, self.max_model_len, dtype=torch.int64)
         self.names = tuple(spec.name for spec in self.mixture)
         self.extras = merged_kinds([(spec.name, spec.extras) for spec in self.mixture])
         # An evaluation replaces the sampler.
         self._stream, self._first_seed = self.task_sampler.stream, self.task_sampler.seed
-        # First, because it fails at once where there is no memory for so many slots.
-        self.prompt = torch.zeros(self.num_slots, self.max_model_len, dtype=torch.int64)
         self._slots = [Slot() for _ in range(self.num_slots)]
         self._firsts: tuple[Any, list[int]] = (None, [])
         self._pool: Pool | None = None
