@@ -308,7 +308,7 @@ class TestRefused:
             SelfPlayEnv([lambda: Chatter(2), TakeAway, partial(Chatter, 3)], **OPTIONS)
 
     def test_what_is_no_game(self):
-        with pytest.raises(ConfigError, match="no game of several players"):
+        with pytest.raises(ConfigError, match="not a game of several players"):
             make_env("game:GuessTheNumber-v0-easy")
 
     def test_a_part_of_a_game(self):

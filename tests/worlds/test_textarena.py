@@ -187,7 +187,7 @@ class TestRefused:
         ("env_id", "said"),
         [
             ("textarena:Nimm-v0", "Did you mean 'textarena:Nim-v0'"),
-            ("textarena:GuessTheNumber-v0", "no game of several players"),
+            ("textarena:GuessTheNumber-v0", "not a game of several players"),
             ("textarena:missing", r"pip install 'torchrl-llm[textarena]'"),
         ],
     )
@@ -205,7 +205,7 @@ class TestRefused:
             GEMEnv("textarena:TicTacToe-v0", **OPTIONS).reset()
 
     def test_one_player_at_a_table_of_two(self):
-        with pytest.raises(ValueError, match="no game of several players"):
+        with pytest.raises(ValueError, match="not a game of several players"):
             SelfPlayEnv("textarena:GuessTheNumber-v0", **OPTIONS)
 
     def test_a_player_that_cannot_read_the_game(self):
