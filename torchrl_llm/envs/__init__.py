@@ -14,13 +14,14 @@ from torchrl_llm.envs.chat import (
 from torchrl_llm.envs.dataset import PromptDatasetEnv, PromptFormatter, RowTaskSampler, read_rows, train_test_split
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.extras import Extras, text_key
-from torchrl_llm.envs.games import Game, SelfPlayEnv
+from torchrl_llm.envs.faults import FaultCounter
+from torchrl_llm.envs.games import Game, GameSlots, SelfPlayEnv
 from torchrl_llm.envs.gem_catalog import GEM_CLASSES, MissingGEMError, divide_rows
 from torchrl_llm.envs.isolation import IsolatedEnv
 from torchrl_llm.envs.response import Response
 from torchrl_llm.envs.rewards import RewardError, RewardTimeoutError, Row, WantedColumns
 from torchrl_llm.envs.seen_tasks import SeenTasks
-from torchrl_llm.envs.slots import PromptTooLongError, Reply, Slot, SlotMachine
+from torchrl_llm.envs.slots import PromptTooLongError, Reply, Slot, SlotMachine, SuccessRule
 from torchrl_llm.envs.tasks import Stage, TaskIdentity, TaskSampler, TaskSpec, task_of
 from torchrl_llm.envs.template_probe import NotAppendOnlyError
 from torchrl_llm.envs.template_properties import TemplateProperties
@@ -46,8 +47,10 @@ __all__ = [
     "EnvironmentFault",
     "EnvironmentUnavailableError",
     "Extras",
+    "FaultCounter",
     "GEMEnv",
     "Game",
+    "GameSlots",
     "IsolatedEnv",
     "MissingChatTemplateError",
     "MissingGEMError",
@@ -67,6 +70,7 @@ __all__ = [
     "Slot",
     "SlotMachine",
     "Stage",
+    "SuccessRule",
     "TaskIdentity",
     "TaskSampler",
     "TaskSpec",
