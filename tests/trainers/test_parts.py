@@ -68,11 +68,13 @@ class TestIterations:
         update(rows)
         assert update.iteration == 8
 
+    @pytest.mark.host  # where accelerate is told to compute
     def test_a_warmup_needs_a_critic(self):
         with pytest.raises(ConfigError, match="critic_warmup=2, but LLMGRPOLoss has no critic"):
             parts(Distributed.of(Accelerator(cpu=True)), critic_warmup=2)
 
 
+@pytest.mark.host  # where accelerate is told to compute
 class TestNothingToLearnFrom:
     @pytest.mark.parametrize("kind", [Distributed, OneOfSeveral])
     def test_update_says_so(self, kind):
@@ -101,6 +103,7 @@ def test_rows_to_choose_from_need_name_no_device():
         assert credit.choose(rows, 4)[keys.TOKENS].device.type == "cuda"
 
 
+@pytest.mark.host  # where accelerate is told to compute
 @pytest.mark.parametrize(("precision", "match"), [("no", True), ("bf16", False)])
 def test_mixed_precision_computes_other_log_probs_than_the_sampler(monkeypatch, precision, match):
     """So the old ones are scored, by default."""
@@ -114,6 +117,7 @@ def test_mixed_precision_computes_other_log_probs_than_the_sampler(monkeypatch, 
     assert (region.kl() > 0.1) is match
 
 
+@pytest.mark.host  # where accelerate is told to compute
 def test_a_sharding_that_is_not_the_updates_is_refused():
     other = FSDP2(Accelerator(cpu=True), FullyShardedDataParallelPlugin(fsdp_version=2))
     with pytest.raises(ConfigError, match="the Distributed that Update was made with"):

@@ -392,6 +392,7 @@ class TestParts:
         with pytest.raises(ConfigError, match=r"leaves out 1 that are \(temperature\)"):
             build_run(small_config(tmp_path), make_loss=lambda _, models: Learned(models.actor, kl_coeff=0.0))
 
+    @pytest.mark.host  # where accelerate is told to compute
     def test_accelerate_must_not_divide_the_gradient(self, tmp_path, monkeypatch):
         monkeypatch.setattr(GradientState, "_shared_state", {})
         run = build_run(small_config(tmp_path))

@@ -153,7 +153,8 @@ class TestOptions:
         trainer, rows = run.trainer, one_batch(run)
         if trainer.reference is not None:
             with torch.no_grad():
-                run.models.actor_parameters()[-1].add_(0.1 * torch.arange(64) / 64)
+                last = run.models.actor_parameters()[-1]
+                last.add_(0.1 * torch.arange(64, device=last.device) / 64)
         rows[keys.TURN_REWARD] = torch.tensor(rewards)
         for number, count in enumerate((3, 3, 3, 16)):  # one response alone is overlong
             rows[keys.TURN_IDS][number] = -1
