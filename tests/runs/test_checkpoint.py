@@ -359,7 +359,8 @@ class TestStore:
         last = str(run.trainer.checkpoints.latest())
         out = subprocess.run([sys.executable, "-c", code, str(tiny_model_path()), last], capture_output=True, text=True)
         with torch.no_grad(), use_adapter(run.models.model, "actor"):
-            expected = run.models.model(input_ids=torch.arange(9)[None]).logits.double().sum().item()
+            ids = torch.arange(9, device=run.models.model.device)
+            expected = run.models.model(input_ids=ids[None]).logits.double().sum().item()
         assert float(out.stdout) == pytest.approx(expected, rel=1e-6), out.stderr
 
 
