@@ -1,8 +1,8 @@
 """The settings of a run that have an effect, with the values that they have:
 :func:`effective_settings`.
 
-Two runs are of one setting if these are equal. They come from the settings file, of the loss and
-the estimator that the run really has, and of what was given in Python.
+Two runs are of one setting if these are equal. They come from the settings file, from the loss and
+the estimator that the run really has, and from what was given in Python.
 """
 
 from __future__ import annotations
