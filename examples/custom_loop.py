@@ -19,7 +19,7 @@ from torchrl_llm import keys
 from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, enable_prefix_sharing
-from torchrl_llm.objectives import LLMReinforceLoss
+from torchrl_llm.objectives import LLMReinforceLoss, ReBN
 from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers import Credit, Distributed, TrainerConfig, TrustRegion, Update
 
@@ -66,7 +66,7 @@ def main(iterations: int = 100, lr: float = 1e-3, seed: int = 0) -> list[float]:
     # game, equal turns) is computed once; weight them by the normalized return of their turn. The
     # small model trains on the CPU.
     scorer = TokenScorer(model, sampling, prefixes=enable_prefix_sharing(model))
-    loss = LLMReinforceLoss(scorer, gamma=0.9, kl_coeff=0.0)
+    loss = LLMReinforceLoss(scorer, kl_coeff=0.0, estimator=ReBN(gamma=0.9))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     here = Distributed.of(Accelerator(cpu=True))
     credit = Credit(loss, distributed=here)

@@ -20,7 +20,7 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig, load_actor_critic
-from torchrl_llm.objectives import LLMGRPOLoss
+from torchrl_llm.objectives import GroupRelative, LLMGRPOLoss
 from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers import Credit, Distributed, TrainerConfig, Update
 
@@ -62,7 +62,7 @@ def main(iterations: int = 60, lr: float = 2e-3, seed: int = 0) -> list[float]:
         seed=seed,
     )
     collector = TurnCollector(env, policy, batch_size=CONVERSATIONS)
-    loss = LLMGRPOLoss(models.actor, gamma=0.9, kl_coeff=0.0)
+    loss = LLMGRPOLoss(models.actor, kl_coeff=0.0, estimator=GroupRelative(gamma=0.9))
     config = TrainerConfig(epochs=2, dynamic_sampling=4, target_kl=0.05)
     here = Distributed.of(Accelerator(cpu=True))  # the small model trains on the CPU
     credit = Credit(loss, config=config, distributed=here)

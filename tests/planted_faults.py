@@ -98,7 +98,7 @@ FAULTS = {
         "tests/trainers/test_trust_region.py",
     ),
     "the entropy bonus has no bound": Fault(
-        "objectives/loss.py",
+        "objectives/base.py",
         "paid = entropy if self.entropy_bound is None else",
         "paid = entropy if True else",
         "tests/objectives/test_losses.py",
@@ -116,9 +116,9 @@ FAULTS = {
         "tests/objectives/test_loss_splitting.py",
     ),
     "the KL in the reward is lost": Fault(
-        "objectives/loss.py",
-        'kl_coeff = self.kl_coeff if self.kl_in == "reward" else None',
-        "kl_coeff = None",
+        "objectives/base.py",
+        'estimator.serve(self.critic_network, self.kl_coeff if self.kl_in == "reward" else 0.0)',
+        "estimator.serve(self.critic_network, 0.0)",
         "tests/objectives/test_algorithms.py",
     ),
     "the first token of a response is not an action": Fault(

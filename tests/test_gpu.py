@@ -66,6 +66,27 @@ class TestChecks:
         assert found["results"]["offloaded base"]["outcome"] == "skipped"
         assert "CUDA" in found["results"]["offloaded base"]["reason"]
 
+    def test_settings_of_what_only_runs_on_a_gpu_are_valid(self, gpu, place, monkeypatch):
+        """On the first GPU all parts with vLLM were refused for a setting that was missing."""
+
+        class Valid(Exception):
+            pass
+
+        def only_check(self, name, **settings):
+            self.config(name, **{key: value for key, value in settings.items() if key not in ("env", "make_env")})
+            raise Valid
+
+        monkeypatch.setattr(gpu["place"].Place, "run", only_check)
+        for module in ("checks", "speed"):
+            monkeypatch.setattr(gpu[module], "needs_vllm", lambda place: None)
+        parts = gpu["checks"].checks(place) | gpu["speed"].measurements(place)
+        wanted = {name: part for name, part in parts.items() if "vllm" in name.lower() or "4 bits" in name}
+        assert len(wanted) == 7
+        monkeypatch.setattr(gpu["checks"], "find_spec", lambda name: name)
+        for part in wanted.values():
+            with pytest.raises(Valid):
+                part()
+
     def test_bfloat16_that_computes_in_float32_fails(self, gpu, place):
         with pytest.raises(AssertionError, match=r"products were computed in \{.*float32"):
             gpu["checks"].sampler_is_scorer(place, "bfloat16", 2e-2, mixed_precision="no")

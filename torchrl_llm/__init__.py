@@ -27,7 +27,7 @@ The nouns, in the order in which a batch meets them:
 - *estimator*: :class:`~torchrl_llm.objectives.TurnEstimator` writes the *credit* of each turn:
   :class:`~torchrl_llm.objectives.TurnGAE`, :class:`~torchrl_llm.objectives.ReBN`,
   :class:`~torchrl_llm.objectives.GroupRelative` and others.
-- *loss*: :class:`~torchrl_llm.objectives.TurnPolicyLoss`, with the defaults of an algorithm as
+- *loss*: :class:`~torchrl_llm.objectives.TurnLoss`, with the defaults of an algorithm as
   :class:`~torchrl_llm.objectives.LLMPPOLoss`, :class:`~torchrl_llm.objectives.LLMReinforceLoss` and
   :class:`~torchrl_llm.objectives.LLMGRPOLoss`. The maths is in :mod:`torchrl_llm.functional`.
 - *update*: :class:`~torchrl_llm.trainers.Credit` scores and credits rows,

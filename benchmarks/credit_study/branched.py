@@ -12,7 +12,7 @@ from credit_study.continuations import Continuations
 from credit_study.gradients import PLAIN, credit_of, summary, token_scores
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer
-from torchrl_llm.objectives import LLMGRPOLoss
+from torchrl_llm.objectives import GroupRelative, LLMGRPOLoss
 from torchrl_llm.testing.enumerable import EnumerableMDP, Step, tiny_lm
 
 ROWS, TURNS = 8, 3
@@ -58,7 +58,9 @@ def trees(_: str, policy: int, batches: int) -> Iterator[dict]:
         actor = TokenScorer(tiny_lm(policy))
         rows, truth, scores = mdp.rows(actor), mdp.policy_gradient(actor), token_scores(mdp, actor)
         follows, probability = Continuations.of(mdp, actor), mdp.log_probability(actor).detach().exp()
-        loss = LLMGRPOLoss(actor, **PLAIN, credit="state", baseline="leave_one_out", scale="none")
+        loss = LLMGRPOLoss(
+            actor, **PLAIN, estimator=GroupRelative(credit="state", baseline="leave_one_out", scale="none")
+        )
         for name, (roots, turns) in FORMS.items():
             index, turn = probability.expand(batches * roots, -1).multinomial(1, True, generator=generator), None
             if turns:

@@ -2,8 +2,9 @@
 enough to enumerate."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median, stdev
 from typing import Any
@@ -18,10 +19,14 @@ from credit_study.continuations import Continuations
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer, TurnCritic
 from torchrl_llm.objectives import (
+    GroupRelative,
     LLMGRPOLoss,
     LLMPPOLoss,
     LLMReinforceLoss,
-    TurnPolicyLoss,
+    ReBN,
+    TurnEstimator,
+    TurnGAE,
+    TurnLoss,
     TurnVine,
     write_loss_weights,
 )
@@ -58,55 +63,60 @@ class Estimator:
     Attributes:
         name: in tables and plots.
         algo: the loss.
+        credit: makes the loss's estimator.
         options: of the loss.
         critic: whose values the rows carry: ``"exact"``, ``"random"``, values of a number of
             continuations of each state, or none.
     """
 
     name: str
-    algo: type[TurnPolicyLoss]
+    algo: type[TurnLoss]
+    credit: Callable[[], TurnEstimator]
     options: dict[str, Any] = field(default_factory=dict)
     critic: str | int | None = None
 
-    def build(self, actor: TokenScorer, critic: TurnCritic) -> TurnPolicyLoss:
+    def build(self, actor: TokenScorer, critic: TurnCritic) -> TurnLoss:
         """The loss, with constant weights unless the options say otherwise."""
-        options = PLAIN | self.options
+        options = PLAIN | self.options | {"estimator": self.credit()}
         if options["weighting"] != "constant":
             options.pop("weight_constant")
-        loss = self.algo(actor, critic, **options) if self.algo is LLMPPOLoss else self.algo(actor, **options)
-        return loss.make_value_estimator(TurnVine) if isinstance(self.critic, int) else loss
+        return self.algo(actor, critic, **options) if self.algo is LLMPPOLoss else self.algo(actor, **options)
 
 
-def _gae(lmbda: float, **options: Any) -> dict[str, Any]:
-    return {"gamma": 1.0, "lmbda": lmbda, "whiten": False} | options
-
-
-def _group(baseline: str, scale: str = "none", **options: Any) -> dict[str, Any]:
-    return {"baseline": baseline, "scale": scale, **options}
-
-
-_RETURNS = {"gamma": 1.0, "normalize_over": "none"}
+_GAE = partial(TurnGAE, gamma=1.0, whiten=False)
+_GROUP = partial(GroupRelative, scale="none")
+_RETURNS = partial(ReBN, gamma=1.0, normalize_over="none")
 
 ESTIMATORS = [
     Estimator("returns to go", LLMReinforceLoss, _RETURNS),
-    Estimator("returns to go, token weights", LLMReinforceLoss, _RETURNS | {"weighting": "token"}),
-    Estimator("returns to go, sequence weights", LLMReinforceLoss, _RETURNS | {"weighting": "sequence"}),
-    Estimator("ReBN", LLMReinforceLoss, {"gamma": 1.0}),
-    Estimator("group mean / std (GRPO)", LLMGRPOLoss, _group("mean", "std")),
-    Estimator("group mean (Dr. GRPO)", LLMGRPOLoss, _group("mean")),
-    Estimator("leave-one-out (RLOO)", LLMGRPOLoss, _group("leave_one_out")),
-    Estimator("group mean, per turn", LLMGRPOLoss, _group("mean", credit="turn")),
-    Estimator("GAE 1, exact critic", LLMPPOLoss, _gae(1.0), "exact"),
-    Estimator("GAE 0.95, exact critic", LLMPPOLoss, _gae(0.95), "exact"),
-    Estimator("GAE 0, exact critic", LLMPPOLoss, _gae(0.0), "exact"),
-    Estimator("GAE 0.95, exact critic, whitened", LLMPPOLoss, _gae(0.95, whiten=True), "exact"),
-    Estimator("GAE 1, random critic", LLMPPOLoss, _gae(1.0), "random"),
-    Estimator("GAE 0.95, random critic", LLMPPOLoss, _gae(0.95), "random"),
-    Estimator("GAE 0, random critic", LLMPPOLoss, _gae(0.0), "random"),
-    Estimator('GAE 1, exact critic, value "mean"', LLMPPOLoss, _gae(1.0, value_reduction="mean"), "exact"),
-    Estimator('GAE 1, exact critic, value "last"', LLMPPOLoss, _gae(1.0, value_reduction="last"), "exact"),
-    Estimator("continuations, 1", LLMReinforceLoss, _RETURNS, 1),
-    Estimator("continuations, 4", LLMReinforceLoss, _RETURNS, 4),
+    Estimator("returns to go, token weights", LLMReinforceLoss, _RETURNS, {"weighting": "token"}),
+    Estimator("returns to go, sequence weights", LLMReinforceLoss, _RETURNS, {"weighting": "sequence"}),
+    Estimator("ReBN", LLMReinforceLoss, partial(ReBN, gamma=1.0)),
+    Estimator("group mean / std (GRPO)", LLMGRPOLoss, partial(_GROUP, baseline="mean", scale="std")),
+    Estimator("group mean (Dr. GRPO)", LLMGRPOLoss, partial(_GROUP, baseline="mean")),
+    Estimator("leave-one-out (RLOO)", LLMGRPOLoss, partial(_GROUP, baseline="leave_one_out")),
+    Estimator("group mean, per turn", LLMGRPOLoss, partial(_GROUP, baseline="mean", credit="turn")),
+    Estimator("GAE 1, exact critic", LLMPPOLoss, partial(_GAE, lmbda=1.0), critic="exact"),
+    Estimator("GAE 0.95, exact critic", LLMPPOLoss, partial(_GAE, lmbda=0.95), critic="exact"),
+    Estimator("GAE 0, exact critic", LLMPPOLoss, partial(_GAE, lmbda=0.0), critic="exact"),
+    Estimator("GAE 0.95, exact critic, whitened", LLMPPOLoss, partial(_GAE, lmbda=0.95, whiten=True), critic="exact"),
+    Estimator("GAE 1, random critic", LLMPPOLoss, partial(_GAE, lmbda=1.0), critic="random"),
+    Estimator("GAE 0.95, random critic", LLMPPOLoss, partial(_GAE, lmbda=0.95), critic="random"),
+    Estimator("GAE 0, random critic", LLMPPOLoss, partial(_GAE, lmbda=0.0), critic="random"),
+    Estimator(
+        'GAE 1, exact critic, value "mean"',
+        LLMPPOLoss,
+        partial(_GAE, lmbda=1.0, value_reduction="mean"),
+        critic="exact",
+    ),
+    Estimator(
+        'GAE 1, exact critic, value "last"',
+        LLMPPOLoss,
+        partial(_GAE, lmbda=1.0, value_reduction="last"),
+        critic="exact",
+    ),
+    Estimator("continuations, 1", LLMReinforceLoss, TurnVine, critic=1),
+    Estimator("continuations, 4", LLMReinforceLoss, TurnVine, critic=4),
 ]
 
 
@@ -135,7 +145,7 @@ def draw(
     return given_task[tasks].multinomial(group, replacement=True, generator=generator).view(batches, size)
 
 
-def credit_of(loss: TurnPolicyLoss, batch: TensorDict) -> Tensor:
+def credit_of(loss: TurnLoss, batch: TensorDict) -> Tensor:
     """What multiplies each token's score in the gradient of one batch: weight times advantage,
     ``[B, L]``."""
     batch = write_loss_weights(loss.value_estimator(batch), loss)
@@ -157,7 +167,7 @@ def batches_of(
 
 
 def gradients_of(
-    loss: TurnPolicyLoss,
+    loss: TurnLoss,
     rows: TensorDict,
     scores: Tensor,
     index: Tensor,

@@ -6,6 +6,7 @@ other (a critic, old samples) every figure is exact: the gradient of each conver
 its probability. Groups and batch statistics are drawn.
 """
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from credit_study.branched import trees
 from credit_study.gradients import (
+    ESTIMATORS,
     GAMES,
     PLAIN,
-    Estimator,
     batches_of,
     credit_of,
     draw,
@@ -31,7 +32,16 @@ from credit_study.gradients import (
 )
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer, TurnCritic
-from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss, TurnVTrace
+from torchrl_llm.objectives import (
+    GroupRelative,
+    LLMGRPOLoss,
+    LLMPPOLoss,
+    LLMReinforceLoss,
+    ReBN,
+    TurnGAE,
+    TurnLoss,
+    TurnVTrace,
+)
 from torchrl_llm.testing.enumerable import EnumerableMDP, batch_gradient, tiny_lm
 
 BATCH = 32
@@ -51,10 +61,9 @@ GROUPED = {
 
 SIZES = (4, 8, 16, 32, 64)
 WHITENED = [
-    Estimator("returns to go", LLMReinforceLoss, {"gamma": 1.0, "normalize_over": "none"}),
-    Estimator("ReBN", LLMReinforceLoss, {"gamma": 1.0}),
-    Estimator("GAE 0.95, exact critic", LLMPPOLoss, {"gamma": 1.0, "lmbda": 0.95, "whiten": False}, "exact"),
-    Estimator("GAE 0.95, exact critic, whitened", LLMPPOLoss, {"gamma": 1.0, "lmbda": 0.95, "whiten": True}, "exact"),
+    each
+    for each in ESTIMATORS
+    if each.name in ("returns to go", "ReBN", "GAE 0.95, exact critic", "GAE 0.95, exact critic, whitened")
 ]
 
 UPDATES = (0, 1, 2, 4, 8, 16)
@@ -62,26 +71,24 @@ UPDATES = (0, 1, 2, 4, 8, 16)
 learns."""
 STEP = 0.05
 
-_PLAIN_RETURNS = {"gamma": 1.0, "normalize_over": "none", "clipping": "none"}
 _WIDE = 1e9
 
 
-def _returns(**options: Any) -> Callable[[TokenScorer, TurnCritic], TurnPolicyLoss]:
+def _returns(**options: Any) -> Callable[[TokenScorer, TurnCritic], TurnLoss]:
     """A loss with returns to go."""
-    return lambda actor, _: LLMReinforceLoss(actor, **PLAIN | _PLAIN_RETURNS | options)
+    estimator = functools.partial(ReBN, gamma=1.0, normalize_over="none")
+    return lambda actor, _: LLMReinforceLoss(actor, **PLAIN | {"clipping": "none", "estimator": estimator()} | options)
 
 
-def _weights(kind: str, bounds: Any, level: str) -> Callable[[TokenScorer, TurnCritic], TurnPolicyLoss]:
+def _weights(kind: str, bounds: Any, level: str) -> Callable[[TokenScorer, TurnCritic], TurnLoss]:
     return _returns(sampler_correction=kind, sampler_bounds=bounds, sampler_level=level)
 
 
-def _vtrace(actor: TokenScorer, critic: TurnCritic) -> TurnPolicyLoss:
-    loss = LLMPPOLoss(actor, critic, **PLAIN, clipping="none")
-    loss.make_value_estimator(TurnVTrace, gamma=1.0)
-    return loss
+def _vtrace(actor: TokenScorer, critic: TurnCritic) -> TurnLoss:
+    return LLMPPOLoss(actor, critic, **PLAIN, clipping="none", estimator=TurnVTrace(gamma=1.0))
 
 
-CORRECTIONS: dict[str, tuple[bool, Callable[[TokenScorer, TurnCritic], TurnPolicyLoss]]] = {
+CORRECTIONS: dict[str, tuple[bool, Callable[[TokenScorer, TurnCritic], TurnLoss]]] = {
     # Whether "old_log_prob" is the learning policy's (the ratio is 1), or the ratio is taken
     # against the sampler.
     "none: as if on-policy": (True, _returns()),
@@ -112,7 +119,7 @@ def exact_summary(gradients: Tensor, probability: Tensor, truth: Tensor, size: i
     return {"cosine": float(cosine), "noise": float(trace / size / mean.square().sum())}
 
 
-def _conversations(loss: TurnPolicyLoss, rows: TensorDict, scores: Tensor) -> Tensor:
+def _conversations(loss: TurnLoss, rows: TensorDict, scores: Tensor) -> Tensor:
     """The gradient ``[n, P]`` of each conversation, at ratio 1 and without statistics of the
     batch."""
     (batch,) = batches_of(rows, torch.arange(len(rows)).unsqueeze(0))
@@ -134,7 +141,7 @@ def critics(game: str, policy: int) -> Iterator[dict]:
         error = critic(rows.clone())[keys.STATE_VALUE].double()
     error = (error - error[acted].mean()) / error[acted].std() * values[acted].std()
     for lmbda in LAMBDAS:
-        loss = LLMPPOLoss(actor, critic, **PLAIN, gamma=1.0, lmbda=lmbda, whiten=False)
+        loss = LLMPPOLoss(actor, critic, **PLAIN, estimator=TurnGAE(gamma=1.0, lmbda=lmbda, whiten=False))
         for width in ERRORS:
             rows[keys.STATE_VALUE] = torch.where(acted, values + width * error, 0.0)
             rows[keys.BOOTSTRAP_VALUE] = bootstrap
@@ -149,7 +156,12 @@ def groups(game: str, policy: int, batches: int) -> Iterator[dict]:
     for group in GROUPS:
         index = draw(mdp, actor, batches, BATCH, torch.Generator().manual_seed(policy), group)
         for name, options in GROUPED.items():
-            found = summary(gradients_of(LLMGRPOLoss(actor, **PLAIN, **options), rows, scores, index, group), truth)
+            found = summary(
+                gradients_of(
+                    LLMGRPOLoss(actor, **PLAIN, estimator=GroupRelative(**options)), rows, scores, index, group
+                ),
+                truth,
+            )
             yield {"row": name, "column": f"{group}", "cosine": found["cosine_mean"], "noise": found["noise"]}
 
 

@@ -122,7 +122,7 @@ def how_to_install(missing: dict[str, str]) -> str:
     return (
         f"Cannot be imported:\n{why}\nWhere there is a network:\n  {wheels} {' '.join(WHEELS)}\nand on this machine:\n"
         "  pip install --no-index --no-deps wheels/*.whl\n"
-        "(What an error names that is none of these, such as zipp, belongs in the first command too.)"
+        "(What an error names that is none of these, such as zipp or lazy_importer, belongs in the first command too.)"
     )
 
 

@@ -16,14 +16,10 @@ import torch
 from benchmarks.gpu.place import SHAPES
 from torchrl_llm.runs import RunConfig
 from torchrl_llm.runs.engines import engine_share
-from torchrl_llm.runs.memory import OF_UPDATES, default_max_tokens, empty_model, engine_contexts, memory_estimate
+from torchrl_llm.runs.memory import OF_UPDATES, TAKEN, default_max_tokens, empty_model, engine_contexts, memory_estimate
 
 CARDS = {"24 GB": 23.5, "80 GB": 79.1, "8 of 80 GB": 79.1}
 """GiB of each card that PyTorch finds: of an RTX 4090 and an H100."""
-
-SHARE = 0.95
-"""Of a card, that may be taken: CUDA itself and fragments take the rest."""
-
 
 _TABLE: dict[str, Any] = {
     "algo": "GRPO", "group_size": 8, "batch_size": 64, "max_model_len": 4_096, "policy": "vllm", "target_kl": 0.01
@@ -97,7 +93,7 @@ def estimate(case: Case) -> Estimate:
     engine = 0.0 if config.collector == "ray" else total * engine_share(config, cuda)
     beside = 0.0 if config.sleep_mode else engine
     there: dict[str, Any] = {"shards": case.shards, "device": cuda}
-    tokens = config.max_tokens or default_max_tokens(config, model, device=cuda)
+    tokens = config.max_tokens or default_max_tokens(config, model, **there, card=int(total * 2**30))
     parts = memory_estimate(replace(config, max_tokens=tokens), model, **there)
     working = (parts["activations"] + parts["logits"]) / 2**30
     weights = sum(parts.values()) / 2**30 - working
@@ -108,7 +104,7 @@ def estimate(case: Case) -> Estimate:
 
 def fits(case: Case, found: Estimate) -> bool:
     """Whether a case leaves a part of the card free, and its engine holds a context."""
-    enough = max(found.update, found.sync) <= SHARE * CARDS[case.card]
+    enough = max(found.update, found.sync) <= TAKEN * CARDS[case.card]
     return enough and bool(found.contexts or not found.engine)
 
 

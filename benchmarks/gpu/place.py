@@ -56,6 +56,8 @@ SHAPES: dict[str, partial[PreTrainedConfig]] = {
     "Qwen2.5-7B": qwen(3_584, 18_944, 28, 28, 4, vocab_size=152_064, tie_word_embeddings=False),
     "Qwen2.5-32B": qwen(5_120, 27_648, 64, 40, 8, vocab_size=152_064, tie_word_embeddings=False),
 }
+SHALLOW = "SmolLM2-135M, 6 layers"
+SHAPES[SHALLOW] = partial(SHAPES["SmolLM2-135M"], num_hidden_layers=6)
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 64,

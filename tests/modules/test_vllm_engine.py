@@ -97,6 +97,14 @@ class TestStart:
         ):
             VLLMPolicy("no/such/model", words, sleep_mode=True)
 
+    def test_adapters_in_float32_on_a_gpu_are_refused(self, words, monkeypatch):
+        """vLLM 0.32 fails an assertion without a word in its kernels."""
+        from vllm.platforms import current_platform
+
+        monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+        with pytest.raises(ValueError, match=r"max_lora_rank is 8 and dtype is float32.*expected dtype 'bfloat16'"):
+            VLLMPolicy("no/such/model", words, dtype="float32", max_lora_rank=8)
+
 
 class TestOtherProcess:
     @pytest.mark.slow

@@ -88,7 +88,7 @@ def discounted(gamma: float) -> Measure:
 
 def published(estimator: type, scale: str, mdp: EnumerableMDP = WALK, size: int = 3, factor: float = 1.0) -> Measure:
     def measure(study: Study) -> tuple[Tensor, Tensor]:
-        policy_loss = study.grpo(baseline="mean", scale=scale).make_value_estimator(estimator)
+        policy_loss = study.grpo().make_value_estimator(estimator, baseline="mean", scale=scale)
         return mdp.expected_gradient(policy_loss, size, same_task=True), factor * study.truth(mdp)
 
     return measure

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
+from made_losses import made
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -100,18 +101,18 @@ class Study:
 
     def reinforce(self, kind: type[LLMReinforceLoss] = LLMReinforceLoss, **options) -> LLMReinforceLoss:
         default = {"gamma": 1.0, "kl_coeff": 0.0, "normalize_over": "none"}
-        return kind(self.actor, **PLAIN | default | options)
+        return made(kind, self.actor, **PLAIN | default | options)
 
     def grpo(self, **options) -> LLMGRPOLoss:
         default = {"kl_coeff": 0.0, "baseline": "leave_one_out", "scale": "none"}
-        return LLMGRPOLoss(self.actor, **PLAIN | default | options)
+        return made(LLMGRPOLoss, self.actor, **PLAIN | default | options)
 
     def vine(self, **options) -> LLMReinforceLoss:
         return self.reinforce().make_value_estimator(TurnVine, **options)
 
     def ppo(self, **options) -> LLMPPOLoss:
         default = {"gamma": 1.0, "lmbda": 1.0, "kl_coeff": 0.0, "whiten": False}
-        return LLMPPOLoss(self.actor, self.critic, **PLAIN | default | options)
+        return made(LLMPPOLoss, self.actor, self.critic, **PLAIN | default | options)
 
     def rows(self, mdp: EnumerableMDP, gamma: float = 1.0, *, exact: bool = True) -> TensorDict:
         """With the reference's log-probs, and the exact values or the critic's."""

@@ -7,24 +7,43 @@ import torch
 from conversations import LAYOUT, make_actor, make_critic, make_rows
 from tensordict import TensorDict
 
-from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, LLMSFTLoss, TurnPolicyLoss, TurnVTrace
+from torchrl_llm.objectives import (
+    GroupRelative,
+    ImitationWeights,
+    LLMGRPOLoss,
+    LLMPPOLoss,
+    LLMReinforceLoss,
+    LLMSFTLoss,
+    ReBN,
+    TurnGAE,
+    TurnPolicyLoss,
+    TurnVTrace,
+)
 
 ALGORITHMS = {
     "ppo": lambda: LLMPPOLoss(make_actor(), make_critic(), entropy_coeff=0.01),
     "ppo_token_granularity": lambda: LLMPPOLoss(
-        make_actor(), make_critic(), granularity="token", clip_epsilon=(0.1, 0.3)
+        make_actor(), make_critic(), clip_epsilon=(0.1, 0.3), estimator=TurnGAE(granularity="token")
     ),
     "ppo_turn_ratio": lambda: LLMPPOLoss(make_actor(), make_critic(), ratio_level="turn", unit_weight="equal"),
-    "ppo_mean_value": lambda: LLMPPOLoss(make_actor(), make_critic(), value_reduction="mean", weighting="sequence"),
+    "ppo_mean_value": lambda: LLMPPOLoss(
+        make_actor(), make_critic(), weighting="sequence", estimator=TurnGAE(value_reduction="mean")
+    ),
     "reinforce": lambda: LLMReinforceLoss(
         make_actor(), sampler_correction="truncate", sampler_bounds=2.0, entropy_coeff=0.01
     ),
     "reinforce_sum_ratio": lambda: LLMReinforceLoss(make_actor(), ratio_level="turn", ratio_reduction="sum"),
-    "reinforce_token_granularity": lambda: LLMReinforceLoss(make_actor(), granularity="token", kl_coeff=0.1),
+    "reinforce_token_granularity": lambda: LLMReinforceLoss(
+        make_actor(), kl_coeff=0.1, estimator=ReBN(granularity="token")
+    ),
     "grpo": lambda: LLMGRPOLoss(make_actor()),
     "gspo": lambda: LLMGRPOLoss(make_actor(), ratio_level="sequence", unit_weight="equal"),
-    "cispo": lambda: LLMGRPOLoss(make_actor(), clipping="cispo", credit="turn", kl_in="reward"),
-    "dual_clip": lambda: LLMReinforceLoss(make_actor(), dual_clip=1.3, kl_in="loss", normalize_over="none"),
+    "cispo": lambda: LLMGRPOLoss(
+        make_actor(), clipping="cispo", kl_in="reward", estimator=GroupRelative(credit="turn")
+    ),
+    "dual_clip": lambda: LLMReinforceLoss(
+        make_actor(), dual_clip=1.3, kl_in="loss", estimator=ReBN(normalize_over="none")
+    ),
     "icepop": lambda: LLMGRPOLoss(make_actor(), sampler_correction="mask", sampler_bounds=(0.9, 1.5)),
     "rejection": lambda: LLMPPOLoss(
         make_actor(),
@@ -36,8 +55,10 @@ ALGORITHMS = {
         kl_in="reward",
     ),
     "vtrace": lambda: LLMPPOLoss(make_actor(), make_critic(), clipping="none").make_value_estimator(TurnVTrace),
-    "dr_grpo": lambda: LLMGRPOLoss(make_actor(), scale="none", weighting="constant", weight_constant=8.0, kl_kind="k2"),
-    "sft": lambda: LLMSFTLoss(make_actor(), min_return=0.0, entropy_coeff=0.01),
+    "dr_grpo": lambda: LLMGRPOLoss(
+        make_actor(), weighting="constant", weight_constant=8.0, kl_kind="k2", estimator=GroupRelative(scale="none")
+    ),
+    "sft": lambda: LLMSFTLoss(make_actor(), entropy_coeff=0.01, estimator=ImitationWeights(min_return=0.0)),
 }
 
 

@@ -1,5 +1,5 @@
 """Objectives as other systems have them, to be compared with: subclasses that override
-``objective``, and none is shipped."""
+``objective`` or ``terms``, and none is shipped."""
 
 from __future__ import annotations
 
@@ -23,17 +23,22 @@ class SAPO(LLMReinforceLoss):
         return 4 / tau * torch.sigmoid(tau * (F.importance_ratio(log_ratio) - 1)) * advantage
 
 
-class WithRows(LLMReinforceLoss):
-    """Keeps the rows' old log-probs and turn ids, which an objective beyond ratio and advantage
-    reads."""
+class Masked(LLMReinforceLoss):
+    """The importance-weighted objective without the tokens that are ``beyond`` a bound."""
 
-    def _old_log_prob(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
-        old, correction = super()._old_log_prob(tensordict)
-        self.old, self.turn_ids = old, tensordict[self.tensor_keys.turn_ids]
-        return old, correction
+    def beyond(self, moved: Tensor, advantage: Tensor) -> Tensor:
+        """Which tokens are left out; ``moved`` is how far the probability of each has moved,
+        ``[B, L]``."""
+        raise NotImplementedError
+
+    def terms(self, rows: TensorDictBase, scored: TensorDictBase) -> dict[str, Tensor]:
+        log_prob, old, advantage = scored["log_prob"], self.old_log_prob(rows), rows["advantage"]
+        beyond = self.beyond(log_prob.detach().exp() - old.exp(), advantage)
+        objective = torch.where(beyond, 0.0, F.importance_ratio(log_prob - old) * advantage)
+        return super().terms(rows, scored) | {"loss_objective": -(rows["loss_weight"] * objective).sum()}
 
 
-class DPPO(WithRows):
+class DPPO(Masked):
     """Divergence proximal policy optimization, binary total variation (2026, arXiv:2602.04879).
 
     A token is masked whose probability, and not ratio, has moved too far the way the advantage asks
@@ -42,20 +47,17 @@ class DPPO(WithRows):
 
     bound = 0.2
 
-    def objective(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        moved = (self.old + log_ratio.detach()).exp() - self.old.exp()
-        beyond = ((advantage > 0) & (moved > self.bound)) | ((advantage < 0) & (moved < -self.bound))
-        return torch.where(beyond, 0.0, F.importance_ratio(log_ratio) * advantage)
+    def beyond(self, moved: Tensor, advantage: Tensor) -> Tensor:
+        return ((advantage > 0) & (moved > self.bound)) | ((advantage < 0) & (moved < -self.bound))
 
 
-class IPO(WithRows):
+class IPO(Masked):
     """The symmetric mask: a token is masked whose probability has moved too far either way."""
 
     bound = 0.2
 
-    def objective(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        moved = (self.old + log_ratio.detach()).exp() - self.old.exp()
-        return torch.where(moved.abs() > self.bound, 0.0, F.importance_ratio(log_ratio) * advantage)
+    def beyond(self, moved: Tensor, advantage: Tensor) -> Tensor:
+        return moved.abs() > self.bound
 
 
 class WholeReturn(ReBN):
@@ -65,7 +67,7 @@ class WholeReturn(ReBN):
         return F.episode_return(reward, mask, self.gamma)
 
 
-class GMPO(WithRows):
+class GMPO(LLMReinforceLoss):
     """Geometric-mean policy optimization (2025, arXiv:2507.20673): log-ratios are clipped, then
     averaged.
 
@@ -75,7 +77,9 @@ class GMPO(WithRows):
     default_value_estimator = WholeReturn
     bound = 0.4
 
-    def objective(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+    def terms(self, rows: TensorDictBase, scored: TensorDictBase) -> dict[str, Tensor]:
+        log_ratio, advantage = scored["log_prob"] - self.old_log_prob(rows), rows["advantage"]
         near = log_ratio.clamp(-self.bound, self.bound)
         clipped = torch.where(advantage > 0, torch.minimum(log_ratio, near), torch.maximum(log_ratio, near))
-        return F.importance_ratio(F.pool_log_ratio(clipped, self.turn_ids, "sequence", "mean")) * advantage
+        ratio = F.importance_ratio(F.pool_log_ratio(clipped, rows["turn_ids"], "sequence", "mean"))
+        return super().terms(rows, scored) | {"loss_objective": -(rows["loss_weight"] * ratio * advantage).sum()}

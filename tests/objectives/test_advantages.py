@@ -411,7 +411,7 @@ class TestSharedOptions:
         assert "ref_log_prob" in ALL[name](kl_coeff=0.1).in_keys
         assert "ref_log_prob" not in ALL[name]().in_keys
 
-    def test_a_new_estimator_gets_the_options_of_the_loss_that_it_knows(self):
+    def test_a_new_estimator_gets_the_kl_of_the_loss(self):
         class Plain(TurnEstimator):
             def __init__(self, *, gamma: float, **shared):
                 super().__init__(**shared)
@@ -422,9 +422,11 @@ class TestSharedOptions:
                 return {"turn_advantage": reward, "turn_value_target": reward}
 
         loss = LLMGRPOLoss(
-            table_actor(), gamma=0.7, clip_advantage=0.4, discounted_objective=False, kl_coeff=0.3, kl_in="reward"
+            table_actor(),
+            kl_coeff=0.3,
+            kl_in="reward",
         )
-        estimator = loss.make_value_estimator(Plain).value_estimator
+        estimator = loss.make_value_estimator(Plain, gamma=0.7, clip_advantage=0.4).value_estimator
         assert (estimator.gamma, estimator.clip_advantage, estimator.kl_coeff) == (0.7, 0.4, 0.3)
         rows, reward, mask, ids, _ = rows_and_parts()
         kl = F.turn_sum(rows["old_log_prob"] - rows["ref_log_prob"], ids, mask.shape[1])

@@ -24,10 +24,9 @@ class TestLLMPPOLoss:
         loss = LLMPPOLoss(
             table_actor(),
             table_critic(),
-            granularity=granularity,
             clip_value=clip_value,
             critic_coeff=0.7,
-            whiten=False,
+            estimator=TurnGAE(granularity=granularity, whiten=False),
         )
         rows = loss.value_estimator(rows)
         terms, clipped = [], []
@@ -46,7 +45,7 @@ class TestLLMPPOLoss:
     @pytest.mark.parametrize("reduction", ["first", "mean", "last"])
     def test_the_value_is_pooled_as_in_the_estimator(self, reduction):
         rows = make_rows(LAYOUT)
-        loss = LLMPPOLoss(table_actor(), table_critic(), value_reduction=reduction, clip_value=None)
+        loss = LLMPPOLoss(table_actor(), table_critic(), clip_value=None, estimator=TurnGAE(value_reduction=reduction))
         loss.value_estimator(rows)
         turns = rows["turn", "mask"].shape[1]
         value = F.turn_reduce(rows["theta_value"], rows["turn_ids"], turns, reduction)
@@ -77,7 +76,9 @@ class TestLLMPPOLoss:
 
     def test_options_reach_the_estimator(self):
         loss = LLMPPOLoss(
-            table_actor(), table_critic(), gamma=0.5, lmbda=0.6, granularity="auto", single_turn=True, whiten=False
+            table_actor(),
+            table_critic(),
+            estimator=TurnGAE(gamma=0.5, lmbda=0.6, granularity="auto", single_turn=True, whiten=False),
         )
         estimator = loss.value_estimator
         assert isinstance(estimator, TurnGAE)
@@ -101,13 +102,13 @@ class TestLLMPPOLoss:
 
 class TestLLMReinforceLoss:
     def test_the_kl_is_in_the_reward_and_not_in_the_loss(self):
-        loss = LLMReinforceLoss(table_actor(), gamma=0.5, kl_coeff=0.3)
+        loss = LLMReinforceLoss(table_actor(), kl_coeff=0.3, estimator=ReBN(gamma=0.5))
         assert isinstance(loss.value_estimator, ReBN)
         assert (loss.value_estimator.gamma, loss.value_estimator.kl_coeff) == (0.5, 0.3)
         out = loss(make_rows(LAYOUT))
         assert "loss_kl" not in out
         assert "kl" in out
-        in_loss = LLMReinforceLoss(table_actor(), kl_coeff=0.3, kl_in="loss", normalize_over="none")
+        in_loss = LLMReinforceLoss(table_actor(), kl_coeff=0.3, kl_in="loss", estimator=ReBN(normalize_over="none"))
         assert "loss_kl" in in_loss(make_rows(LAYOUT))
         assert (in_loss.value_estimator.kl_coeff, in_loss.value_estimator.normalize_over) == (0.0, "none")
         assert LLMReinforceLoss(table_actor()).value_estimator.gamma == 0.9
@@ -116,7 +117,9 @@ class TestLLMReinforceLoss:
 class TestLLMGRPOLoss:
     def test_options_reach_the_estimator(self):
         options = {"baseline": "leave_one_out", "scale": "none", "group_size": 3, "partial": "allow"}
-        estimator = LLMGRPOLoss(table_actor(), gamma=0.5, credit="turn", **options).value_estimator
+        estimator = LLMGRPOLoss(
+            table_actor(), estimator=GroupRelative(gamma=0.5, credit="turn", **options)
+        ).value_estimator
         assert isinstance(estimator, GroupRelative)
         assert (estimator.gamma, estimator.credit) == (0.5, "turn")
         assert {name: estimator.options[name] for name in options} == options

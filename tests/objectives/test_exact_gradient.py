@@ -39,7 +39,7 @@ from torch import Tensor
 from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer
-from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss, TurnVTrace
+from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss, ReBN, TurnGAE, TurnPolicyLoss, TurnVTrace
 from torchrl_llm.testing.enumerable import (
     EnumerableMDP,
     batch_gradient,
@@ -324,7 +324,7 @@ class TestPopulation:
 
     @pytest.mark.parametrize("mdp", [CUT, WHOLE], ids=["cut", "whole"])
     def test_rebn(self, dyadic, mdp):
-        policy_loss = LLMReinforceLoss(dyadic, gamma=1.0, kl_coeff=0.0, **PLAIN)
+        policy_loss = LLMReinforceLoss(dyadic, kl_coeff=0.0, **PLAIN, estimator=ReBN(gamma=1.0))
         policy_loss.value_estimator.ddof = 0
         gradient = batch_gradient(policy_loss, mdp.population(dyadic, 512))
         expected = mdp.policy_gradient(dyadic) / self.spread(mdp, dyadic, self.to_go(mdp))
@@ -332,7 +332,7 @@ class TestPopulation:
         assert cosine(gradient, expected) >= 1 - 1e-9
 
     def test_whitening(self, dyadic):
-        policy_loss = LLMPPOLoss(dyadic, STUDY.critic, gamma=1.0, lmbda=1.0, kl_coeff=0.0, **PLAIN)
+        policy_loss = LLMPPOLoss(dyadic, STUDY.critic, kl_coeff=0.0, **PLAIN, estimator=TurnGAE(gamma=1.0, lmbda=1.0))
         rows = STUDY.critic(WHOLE.rows())
         value = F.turn_first(rows[keys.STATE_VALUE].detach(), rows[keys.TURN_IDS], 3)
         gradient = batch_gradient(policy_loss, WHOLE.population(dyadic, 512))

@@ -25,6 +25,7 @@ from torchrl_llm.objectives import (
     total,
     write_loss_weights,
 )
+from torchrl_llm.utils.options import ConfigError
 
 
 class TestTorchRL:
@@ -35,7 +36,7 @@ class TestTorchRL:
         out = loss(rows)
         assert set(out.keys()) == set(loss.out_keys)
         assert out.batch_size == torch.Size([])
-        if loss.sampler_correction is None:
+        if not loss.corrects_sampler:
             rows["sample_log_prob"] = rows["old_log_prob"]
             values = loss(**{key: rows[key] for key in loss.in_keys})
             assert len(values) == len(loss.out_keys)
@@ -56,6 +57,17 @@ class TestTorchRL:
         with pytest.raises(ValueError, match="not an accepted tensordict key"):
             loss.set_keys(nonsense="x")
 
+    def test_an_estimator_serves_one_loss(self):
+        estimator, critic = TurnGAE(), table_critic()
+        loss = LLMPPOLoss(table_actor(), critic, estimator=estimator)
+        loss.make_value_estimator(estimator)
+        twin = copy.deepcopy(loss)
+        twin.make_value_estimator(twin.value_estimator)
+        with pytest.raises(ConfigError, match="TurnGAE serves another loss"):
+            LLMPPOLoss(table_actor(), table_critic(), estimator=estimator)
+        with pytest.raises(ConfigError, match="TurnGAE serves another loss"):
+            LLMPPOLoss(table_actor(), critic, estimator=estimator, kl_in="reward", kl_coeff=0.1)
+
     @pytest.mark.parametrize("kind", ["k2", "k3"])
     def test_a_share_of_the_kl_is_that_share_of_its_weight(self, kind):
         rows = make_rows(LAYOUT)
@@ -69,15 +81,17 @@ class TestTorchRL:
         rows, loss = make_rows(LAYOUT), LLMReinforceLoss(table_actor(), kl_coeff=0.4)
         for share in (0.25, 0.0):
             loss.kl_fraction = share
-            expected = ReBN(gamma=loss.gamma, kl_coeff=0.4 * share)(rows.clone())["advantage"]
+            expected = ReBN(kl_coeff=0.4 * share)(rows.clone())["advantage"]
             close(loss.value_estimator(rows.clone())["advantage"], expected)
             close(loss.make_value_estimator().value_estimator(rows.clone())["advantage"], expected)
 
     def test_an_estimator_that_would_lose_the_kl_is_refused(self):
         loss = LLMReinforceLoss(table_actor(), kl_coeff=0.1)
-        for estimator in (ReBN(), GAE(gamma=0.9, lmbda=0.9, value_network=table_critic())):
-            with pytest.raises(ValueError, match="the KL would be lost"):
-                loss.make_value_estimator(estimator)
+        with pytest.raises(ValueError, match="the KL would be lost"):
+            loss.make_value_estimator(GAE(gamma=0.9, lmbda=0.9, value_network=table_critic()))
+        with pytest.raises(ValueError, match=r"ReBN has kl_coeff=0.2, and the loss leaves its KL .* kl_coeff=0.1"):
+            loss.make_value_estimator(ReBN(kl_coeff=0.2))
+        assert loss.make_value_estimator(ReBN()).value_estimator.kl_coeff == 0.1
         assert loss.make_value_estimator(GroupRelative).value_estimator.kl_coeff == 0.1
         LLMReinforceLoss(table_actor(), kl_coeff=0.0).make_value_estimator(ReBN())
 
@@ -137,9 +151,11 @@ class TestTorchRL:
                 LLMPPOLoss(table_actor(), table_critic(), **options).make_value_estimator(TurnVTrace)
 
     def test_make_value_estimator(self):
-        loss = LLMPPOLoss(table_actor(), table_critic(), lmbda=0.7)
+        loss = LLMPPOLoss(table_actor(), table_critic(), estimator=TurnGAE(lmbda=0.7))
+        assert loss.value_estimator.lmbda == 0.7
         assert loss.make_value_estimator(TurnGAE, gamma=0.5) is loss
-        assert (loss.value_estimator.gamma, loss.value_estimator.lmbda) == (0.5, 0.7)
+        assert (loss.value_estimator.gamma, loss.value_estimator.lmbda) == (0.5, 0.95)
+        assert loss.value_estimator.value_network is loss.critic_network
         loss.make_value_estimator(ValueEstimators.GAE, lmbda=0.1)
         assert isinstance(loss.value_estimator, TurnGAE)
         assert loss.value_estimator.lmbda == 0.1
@@ -160,7 +176,7 @@ class TestTorchRL:
         turn = loss(loss.value_estimator(rows.clone()))["loss_critic"]
         loss.make_value_estimator(TurnGAE, granularity="token", gamma=0.99)
         token = loss(loss.value_estimator(rows.clone()))["loss_critic"]
-        same = LLMPPOLoss(table_actor(), table_critic(), granularity="token", gamma=0.99)
+        same = LLMPPOLoss(table_actor(), table_critic(), estimator=TurnGAE(granularity="token", gamma=0.99))
         close(token, same(same.value_estimator(rows.clone()))["loss_critic"])
         assert (turn - token).abs() > 1e-4
 

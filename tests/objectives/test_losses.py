@@ -10,6 +10,7 @@ import pytest
 import torch
 from conversations import DOUBLE, LAYOUT, close, law, layouts, make_rows, table_actor, table_critic
 from hypothesis import strategies as st
+from made_losses import made
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
@@ -212,8 +213,8 @@ class TestTurnPolicyLoss:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"gamma": 99}, "LLMPPOLoss.gamma is 99; expected a number, between 0 and 1"),
-            ({"lmbda": 7}, "LLMPPOLoss.lmbda is 7"),
+            ({"gamma": 99}, "TurnGAE.gamma is 99; expected a number, between 0 and 1"),
+            ({"lmbda": 7}, "TurnGAE.lmbda is 7"),
             ({"kl_coeff": -0.1}, "LLMPPOLoss.kl_coeff is -0.1"),
             ({"critic_coeff": "0.5"}, "LLMPPOLoss.critic_coeff is '0.5'; expected a number"),
             ({"weighting": "turns"}, "'token', 'turn', 'sequence', 'constant'"),
@@ -225,7 +226,7 @@ class TestTurnPolicyLoss:
     )
     def test_types_ranges_and_options_without_effect(self, options, message):
         with pytest.raises(ValueError, match=re.escape(message)):
-            LLMPPOLoss(table_actor(), table_critic(), **options)
+            made(LLMPPOLoss, table_actor(), table_critic(), **options)
 
     def test_a_misspelt_option_names_the_nearest_also_in_a_subclass(self):
         class Own(LLMPPOLoss):
@@ -233,9 +234,11 @@ class TestTurnPolicyLoss:
                 super().__init__(*networks, **options)
 
         for cls in (LLMPPOLoss, Own):
-            with pytest.raises(TypeError, match=rf"{cls.__name__} has no option 'gama'\. Did you mean 'gamma'\?"):
-                cls(table_actor(), table_critic(), gama=0.9)
-        assert Own(table_actor(), table_critic(), width=2, gamma=0.5).value_estimator.gamma == 0.5
+            with pytest.raises(TypeError, match=rf"{cls.__name__} has no option 'cliping'\. Did you mean 'clipping'\?"):
+                cls(table_actor(), table_critic(), cliping="none")
+            with pytest.raises(TypeError, match=rf"gamma=0.9 is .* give {cls.__name__} estimator=TurnGAE\(gamma=0.9\)"):
+                cls(table_actor(), table_critic(), gamma=0.9)
+        assert Own(table_actor(), table_critic(), width=2, clipping="none").clipping == "none"
 
     def test_estimators_check_their_options_too(self):
         with pytest.raises(TypeError, match="Did you mean 'lmbda'"):
@@ -372,7 +375,7 @@ class TestTurnPolicyLoss:
     )
     def test_wrong_options(self, options, message):
         with pytest.raises(ValueError, match=message):
-            TurnPolicyLoss(table_actor(), **options).make_value_estimator()
+            made(TurnPolicyLoss, table_actor(), **options)
 
     def test_an_entropy_bonus_needs_an_actor_that_writes_the_entropy(self):
         actor = TensorDictModule(lambda x: x, in_keys=["theta"], out_keys=["log_prob"])

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer
-from torchrl_llm.objectives import LLMReinforceLoss, RoleRelative, total, write_loss_weights
+from torchrl_llm.objectives import LLMReinforceLoss, ReBN, RoleRelative, total, write_loss_weights
 from torchrl_llm.testing.enumerable import EnumerableMDP, Step, flat_gradient, relative_error, tiny_lm
 
 ROLE = keys.turn_extra("role")
@@ -78,7 +78,9 @@ class TestExact:
 
     @pytest.mark.parametrize(("size", "credit"), [(1, "episode"), (2, "episode"), (2, "turn")])
     def test_the_expected_gradient_is_that_of_self_play(self, size, credit):
-        loss = LLMReinforceLoss(self.actor, gamma=1.0, kl_coeff=0.0, weighting="constant", weight_constant=1.0)
+        loss = LLMReinforceLoss(
+            self.actor, kl_coeff=0.0, weighting="constant", weight_constant=1.0, estimator=ReBN(gamma=1.0)
+        )
         loss.make_value_estimator(RoleRelative, credit=credit)
         rows, index, log_prob = self.games(size)
         batches = [write_loss_weights(loss.value_estimator(self.batch(rows, chosen)), loss) for chosen in index]

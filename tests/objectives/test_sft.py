@@ -119,8 +119,9 @@ class TestLoss:
 
     def test_what_is_left_are_options_of_one_policy(self):
         shared = {"weighting", "weight_constant", "entropy_coeff", "entropy_target"}
-        networks = {"actor", "critic"}
-        assert {*options_of(LLMSFTLoss)} == {*networks, *shared, "imitate", "min_return", "gamma"}
+        assert {*options_of(LLMSFTLoss)} == {"actor", "critic", "estimator", *shared}
+        assert {"imitate", "min_return", "gamma"} < {*options_of(ImitationWeights)}
+        assert not {"kl_coeff", "discounted_objective", "clip_advantage"} & {*options_of(ImitationWeights)}
 
     @pytest.mark.parametrize(
         ("options", "match"),
@@ -133,7 +134,7 @@ class TestLoss:
     )
     def test_wrong_options(self, options, match):
         with pytest.raises(ValueError, match=match):
-            LLMSFTLoss(table_actor(), **options)
+            LLMSFTLoss(table_actor(), estimator=ImitationWeights(**options))
 
     @pytest.mark.parametrize("chosen", [ReBN, GroupRelative, NoCredit, TurnGAE], ids=lambda each: each.__name__)
     def test_advantages_are_no_weights(self, chosen):
@@ -143,7 +144,7 @@ class TestLoss:
             LLMSFTLoss(table_actor()).make_value_estimator(chosen)
 
     def test_its_options_are_its_estimators(self):
-        loss = LLMSFTLoss(table_actor(), imitate="return", min_return=0.5, gamma=0.9)
+        loss = LLMSFTLoss(table_actor(), estimator=ImitationWeights(imitate="return", min_return=0.5, gamma=0.9))
         estimator = loss.value_estimator
         assert (estimator.imitate, estimator.min_return, estimator.gamma) == ("return", 0.5, 0.9)
 

@@ -13,7 +13,7 @@ from torchrl.objectives.value import GAE
 
 from torchrl_llm.cli import main
 from torchrl_llm.metrics import Evaluation, paired_comparison
-from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss
+from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss, ReBN
 from torchrl_llm.report import compare_runs, plot_runs
 from torchrl_llm.report.run_report import RunReport, run_and_report
 from torchrl_llm.runs import RunConfig
@@ -226,7 +226,7 @@ def nothing(config, models):
 
 
 def discounting(gamma, config, models):
-    return LLMReinforceLoss(models.actor, **config.loss_options() | {"gamma": gamma})
+    return LLMReinforceLoss(models.actor, **config.loss_options() | {"estimator": ReBN(gamma=gamma)})
 
 
 class Silent(Callback):

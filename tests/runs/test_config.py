@@ -11,7 +11,7 @@ from torchrl_llm.modules import SamplingConfig
 from torchrl_llm.modules.sampling import decide_stop_ids
 from torchrl_llm.objectives import LLMPPOLoss
 from torchrl_llm.runs import ConfigError, RunConfig, parse_run_config, resume_command
-from torchrl_llm.runs.config import LOSSES
+from torchrl_llm.runs.config import LOSSES, estimator_of
 from torchrl_llm.trainers import TrainerConfig
 from torchrl_llm.utils.options import fits, meanings, options_of
 
@@ -262,8 +262,9 @@ class TestRunConfig:
             }
 
         settings = options_of(RunConfig)
-        different = ("clip_value", "kl_kind")  # 0 is off; the settings offer fewer choices
-        for cls in (SamplingConfig, TrainerConfig, *LOSSES.values()):
+        # 0 is off; the settings offer fewer choices; a name, and the estimator itself
+        different = ("clip_value", "kl_kind", "estimator")
+        for cls in (SamplingConfig, TrainerConfig, *LOSSES.values(), *map(estimator_of, LOSSES)):
             for name, option in options_of(cls).items():
                 if name in settings and name not in different:
                     assert without_none(option.hint) == without_none(settings[name].hint), name
@@ -341,8 +342,14 @@ class TestParseRunConfig:
             ("seed: 1\n? [epochs]\n: 1\n", "line 2: expected 'field: value', and the field is not text."),
             ("seed: 1\nenv_options: {[1]: 2}\n", "line 2: env_options cannot be read: found unhashable key."),
             ("seed: 1\nenv_options: {<<: 3}\n", "line 2: env_options cannot be read: expected a mapping"),
-            (f"env_options: {'[' * 5000}\n", "run.yaml: this is not a file of settings, it has brackets without end."),
-            (f"epochs: {'9' * 5000}\n", "line 1: epochs cannot be read: an integer of 5000 digits."),
+            pytest.param(
+                f"env_options: {'[' * 5000}\n",
+                "run.yaml: this is not a file of settings, it has brackets without end.",
+                id="brackets",
+            ),
+            pytest.param(
+                f"epochs: {'9' * 5000}\n", "line 1: epochs cannot be read: an integer of 5000 digits.", id="digits"
+            ),
         ],
     )
     def test_a_wrong_file_is_one_line_that_names_the_place(self, tmp_path, capsys, text, message):

@@ -61,6 +61,13 @@ class TestOnAMac:
             build_run(small_config(tmp_path, device=given))
 
 
+def test_a_process_has_one_device(tmp_path, monkeypatch):
+    """On an H100 a run on the CPU after one on the GPU was told to leave its device out."""
+    monkeypatch.setattr(device, "PartialState", lambda cpu: SimpleNamespace(device=torch.device("cuda")))
+    with pytest.raises(ConfigError, match=r"device is 'cpu', .*'cuda', now or for an earlier run of this process"):
+        build_run(small_config(tmp_path, device="cpu"))
+
+
 @pytest.mark.host  # which pretends a GPU of its own
 class TestOnAGPU:
     """Pretended: an operation that mixes devices raises."""

@@ -14,6 +14,7 @@ from torchrl_llm.modules.vllm import start
 from torchrl_llm.runs import ConfigError, RunConfig, build, build_run, engines, settled
 from torchrl_llm.runs.identity import config_changes
 from torchrl_llm.runs.memory import trainer_memory
+from torchrl_llm.testing.pretended_gpu import pretended_gpu
 from torchrl_llm.testing.tiny import load_tiny_model
 
 ONE, TWO = SimpleNamespace(world_size=1), SimpleNamespace(world_size=2)
@@ -49,6 +50,19 @@ class TestShare:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (900, 1000))
         _, total = trainer_memory(config_of(**settings), torch.device("cuda", 0))
         assert total == pytest.approx(1000 * trainers)
+
+    @pytest.mark.parametrize(
+        ("settings", "served"),
+        [
+            ({"dtype": "bfloat16"}, True),
+            ({"dtype": "float32"}, False),
+            ({"dtype": "float32", "engine_dtype": "bfloat16"}, True),
+        ],
+    )
+    def test_adapters_are_served_on_a_gpu_in_half_precision(self, settings, served):
+        """vLLM 0.32 fails an assertion in its kernels otherwise."""
+        with pretended_gpu():
+            assert engines.serves_adapter(config_of(lora_r=8, **settings)) is served
 
     def test_more_than_is_free_is_refused_with_the_share_that_would_do(self, monkeypatch):
         free, emptied = {0: 70, 1: 35}, []

@@ -7,8 +7,8 @@ import torch
 from small_runs import small_config, weights
 
 from torchrl_llm import keys
-from torchrl_llm.objectives import LLMReinforceLoss
-from torchrl_llm.runs import build_run
+from torchrl_llm.objectives import LLMReinforceLoss, NoCredit
+from torchrl_llm.runs import ConfigError, build_run
 from torchrl_llm.runs.effective_settings import python_settings
 from torchrl_llm.trainers import Callback
 
@@ -122,6 +122,15 @@ def test_a_name_of_another_output_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(WithTerms, "clash", True)
     with pytest.raises(ValueError, match="'objective' would be logged as 'loss/objective', which is another"):
         build_run(small_config(tmp_path, max_iterations=1), make_loss=with_terms).trainer.train()
+
+
+def test_a_loss_without_the_estimator_of_the_settings_is_refused(tmp_path):
+    config = small_config(tmp_path, estimator="NoCredit", entropy_coeff=0.1)
+    with pytest.raises(ConfigError, match=r"estimator='NoCredit', but the loss that .* returned has a ReBN"):
+        build_run(config, make_loss=lambda _, models: LLMReinforceLoss(models.actor, kl_coeff=0.0))
+    run = build_run(config, make_loss=with_terms)
+    assert isinstance(run.trainer.loss.value_estimator, NoCredit)
+    run.close()
 
 
 @dataclass

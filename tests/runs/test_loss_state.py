@@ -43,10 +43,10 @@ class Adaptive(LLMReinforceLoss):
     """Its objective is scaled by a number that grows with each optimizer batch; a table is shared
     with the actor."""
 
-    def __post_init__(self, actor, critic):
-        super().__post_init__(actor, critic)
+    def __post_init__(self, *args):
+        super().__post_init__(*args)
         self.register_buffer("scale", torch.ones(2))
-        self.table = next(iter(actor.parameters()))
+        self.table = next(iter(self.actor_network.parameters()))
         self.make_value_estimator(LearnedBaseline, gamma=0.9)
 
     def objective(self, log_ratio, advantage):
@@ -58,8 +58,8 @@ class Adaptive(LLMReinforceLoss):
 class Other(Adaptive):
     """Another shape, and no baseline."""
 
-    def __post_init__(self, actor, critic):
-        super().__post_init__(actor, critic)
+    def __post_init__(self, *args):
+        super().__post_init__(*args)
         self.scale = torch.ones(3)
         self.make_value_estimator(ReBN)
 

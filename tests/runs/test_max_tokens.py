@@ -17,6 +17,7 @@ from torchrl_llm.modules.lm import hidden_states
 from torchrl_llm.runs import ConfigError, RunConfig, build_run, memory
 from torchrl_llm.runs.build import make_lora
 from torchrl_llm.runs.memory import default_max_tokens, empty_model, memory_estimate, what_to_lower, with_max_tokens
+from torchrl_llm.testing.pretended_gpu import pretended_gpu
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.trainers import TrainerConfig
 from torchrl_llm.trainers.distributed import Distributed
@@ -43,7 +44,7 @@ def little_room(monkeypatch):
 
 
 def give_room(patch, size):
-    patch.setattr(memory, "_ROOM", {"cpu": size, "cuda": size})
+    patch.setattr(memory, "_ROOM", size)
 
 
 @pytest.fixture
@@ -56,8 +57,6 @@ class TestChoice:
         ("settings", "device", "expected"),
         [
             ({}, "cpu", 2_048),
-            ({}, "cuda", 4_096),
-            ({"dtype": "bfloat16"}, "cuda", 8_192),
             ({"gradient_checkpointing": True}, "cpu", 16_384),
             ({"max_model_len": 300}, "cpu", 2_048),
             ({"max_model_len": 3_000}, "cpu", 3_000),  # a row is not cut
@@ -67,6 +66,36 @@ class TestChoice:
     def test_of_smollm2(self, smollm2, settings, device, expected):
         config = RunConfig(model_path=smollm2, **settings)
         assert default_max_tokens(config, empty_model(config), device=torch.device(device)) == expected
+
+    @pytest.mark.parametrize(
+        ("settings", "card", "expected"),
+        [
+            ({}, 24, 4_096),
+            ({}, 80, 16_384),
+            ({"dtype": "bfloat16"}, 24, 8_192),
+            ({"dtype": "bfloat16"}, 80, 16_384),
+            ({"gradient_checkpointing": True}, 24, 16_384),
+            ({"dtype": "bfloat16", "max_model_len": 20_000}, 24, 16_384),
+        ],
+    )
+    def test_of_smollm2_on_a_card(self, smollm2, settings, card, expected):
+        """A GPU waits for launches where a forward has few tokens."""
+        config = RunConfig(model_path=smollm2, **settings)
+        model, cuda = empty_model(config), torch.device("cuda")
+        assert default_max_tokens(config, model, device=cuda, card=card * GIB) == expected
+        with pretended_gpu(memory=card * GIB):
+            assert default_max_tokens(config, model, device=cuda) == expected
+
+    def test_on_a_card_the_run_fits(self, smollm2):
+        """Beside an engine with its share of the card."""
+        config = RunConfig(model_path=smollm2, dtype="bfloat16", policy="vllm", gpu_memory_utilization=0.9)
+        model, cuda = empty_model(config), torch.device("cuda")
+
+        def of(**settings):
+            return default_max_tokens(replace(config, **settings), model, device=cuda, card=40 * GIB)
+
+        # 2 of 40 GiB are left, of which weights take 0.3, logits 1.5, and 2,048 tokens 1.2
+        assert (of(), of(chunk_logits=2**20), of(sleep_mode=True)) == (1_024, 2_048, 16_384)
 
     def test_is_the_same_on_every_machine(self, smollm2, alone, monkeypatch):
         """It was not until 0.2.1."""

@@ -213,15 +213,16 @@ class BlindActor(TensorDictModuleBase):
 
 def reinforce(loss=LLMReinforceLoss, estimator=ReBN, see=lambda actor: actor):
     def make_loss(actor, critic, gamma):
-        return loss(see(actor), gamma=gamma, kl_coeff=0.0).make_value_estimator(estimator)
+        return loss(see(actor), kl_coeff=0.0, estimator=estimator(gamma=gamma))
 
     return make_loss
 
 
-def ppo(estimator=TurnGAE, **wrong):
+def ppo(estimator=TurnGAE, wrong_gamma=None, **wrong):
     def make_loss(actor, critic, gamma):
-        options = {"gamma": gamma, "kl_coeff": 0.0, "clip_value": None} | wrong
-        return LLMPPOLoss(actor, critic, **options).make_value_estimator(estimator)
+        options = {"kl_coeff": 0.0, "clip_value": None} | wrong
+        credit = estimator(gamma=gamma if wrong_gamma is None else wrong_gamma)
+        return LLMPPOLoss(actor, critic, **options, estimator=credit)
 
     return make_loss
 
@@ -234,7 +235,7 @@ BROKEN = {
     "credit for the last turn only": (DelayedReward, reinforce(estimator=LastTurnsCredit)),
     "credit for the first turn only": (EarlyDecision, reinforce(estimator=FirstTurnsCredit)),
     "a critic that is not trained": (KnownValue, ppo(critic_coeff=0.0)),
-    "no discount": (KnownValue, ppo(gamma=1.0)),
+    "no discount": (KnownValue, ppo(wrong_gamma=1.0)),
     "no bootstrap": (TimeLimit, ppo(NoBootstrap)),
 }
 """Losses with one thing wrong, and the probe that is there to find it."""

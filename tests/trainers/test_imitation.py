@@ -13,7 +13,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.modules import HFPolicy, PlayerPolicy, SamplingConfig, TokenScorer
-from torchrl_llm.objectives import LLMSFTLoss
+from torchrl_llm.objectives import ImitationWeights, LLMSFTLoss
 from torchrl_llm.testing import probes
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import word_tokenizer
@@ -76,7 +76,7 @@ def test_a_random_model_does_what_the_player_does(probe, player, iterations):
 
 
 def rejection(actor, critic, gamma, *, imitate="success"):
-    return LLMSFTLoss(actor, imitate=imitate)
+    return LLMSFTLoss(actor, estimator=ImitationWeights(imitate=imitate))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

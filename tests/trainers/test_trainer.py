@@ -378,9 +378,7 @@ class TestParts:
             )
 
     def test_a_function_that_makes_no_loss_is_an_error(self, tmp_path):
-        with pytest.raises(
-            ConfigError, match=r"make_loss\(config, models\) returned a NoneType; expected a TurnPolicyLoss"
-        ):
+        with pytest.raises(ConfigError, match=r"make_loss\(config, models\) returned a NoneType; expected a TurnLoss"):
             build_run(small_config(tmp_path), make_loss=lambda config, models: None)
 
     def test_a_parameter_that_nothing_steps_is_an_error(self, tmp_path):

@@ -33,7 +33,7 @@ class Trees(Checked):
 
     The rows of a tree count one ``branches + 1``-th each (``"row_weight"``). A turn before the
     branch then gets the mean of what followed, and one behind it is compared with the others in the
-    very same state (``LLMGRPOLoss(credit="state", ...)``, after TreePO, Li et al., 2025,
+    very same state (``GroupRelative(credit="state", ...)``, after TreePO, Li et al., 2025,
     arXiv:2508.17445, and Tree-GRPO, Ji et al., 2025, arXiv:2509.21240, which also compare rows in
     turns that they share). The expected gradient is the one of episodes that do not branch, times a
     number.

@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchrl_llm.modules.checks import FAILURES, run_once
 from torchrl_llm.modules.kernels import attention_kernels
-from torchrl_llm.modules.lm import backbone, causal_lm
+from torchrl_llm.modules.lm import backbone, causal_lm, outer_modules
 
 _MAX_FUSED_BYTES = 2**26  # 64 MiB: every layer of a small model; see FusedLora
 
@@ -48,15 +48,8 @@ def adapter_layers(model: nn.Module) -> list[Any]:
     Nested ones too, outermost first: a module with several adapted parameters (the experts of a
     mixture) is wrapped once for each, and every wrapper is switched by itself.
     """
-    found: list[Any] = []
-    stack: list[nn.Module] = [model]
-    while stack:
-        module = stack.pop()
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            found.append(module)
-        # The factors of an adapter hold no further layers, and are most of a model's modules.
-        stack.extend([module.base_layer] if isinstance(module, BaseTunerLayer) else module.children())
-    return found
+    kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
+    return [module for module in outer_modules(model) if isinstance(module, kinds)]
 
 
 @contextmanager
@@ -195,10 +188,10 @@ def _switch(changes: Sequence[tuple[Any, State]]) -> None:
 
 
 def _weights_by_adapter(layer: Any) -> Iterator[nn.ModuleDict | nn.ParameterDict]:
-    """The containers of a PEFT layer's weights, each keyed by adapter."""
+    """The containers of a PEFT layer's weights that are not empty, each keyed by adapter."""
     for name in layer.adapter_layer_names:
         found = attrgetter(name)(layer)
-        if isinstance(found, nn.ModuleDict | nn.ParameterDict):
+        if isinstance(found, nn.ModuleDict | nn.ParameterDict) and len(found):
             yield found
 
 

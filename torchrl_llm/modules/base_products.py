@@ -15,7 +15,7 @@ from peft.tuners.lora import Linear
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
-from torchrl_llm.modules.adapters import AdapterError, is_plain
+from torchrl_llm.modules.adapters import AdapterError, adapter_layers, is_plain
 
 __all__ = ["narrow_base_products"]
 
@@ -125,7 +125,7 @@ def _narrow_weight(layer: Any) -> Tensor:
 
 def has_narrow_base_products(model: nn.Module) -> bool:
     """Whether :func:`narrow_base_products` was called."""
-    return any(_COPY in dict(module.named_buffers(recurse=False)) for module in model.modules())
+    return any(hasattr(layer, _COPY) for layer in adapter_layers(model))
 
 
 def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -13,6 +13,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
@@ -130,7 +131,20 @@ def is_checkpointed(model: nn.Module) -> bool:
 
 
 def _checkpointed(decoder: nn.Module) -> Iterator[nn.Module]:
-    return (module for module in decoder.modules() if vars(module).get("gradient_checkpointing"))
+    return (module for module in outer_modules(decoder) if vars(module).get("gradient_checkpointing"))
+
+
+def outer_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """All modules, outermost first, but for what is inside a PEFT layer beside its base layer.
+
+    The factors of adapters hold no further layers, and are most of the modules of a model with
+    LoRA: forwards on a GPU wait for a walk over all of them.
+    """
+    stack: list[nn.Module] = [model]
+    while stack:
+        module = stack.pop()
+        yield module
+        stack.extend([module.base_layer] if isinstance(module, BaseTunerLayer) else module.children())
 
 
 @contextmanager
@@ -205,7 +219,7 @@ def moving_ropes(model: nn.Module) -> list[nn.Module]:
     """The rotary embeddings of ``model`` whose frequencies depend on the largest position they are
     given."""
     found = []
-    for module in model.modules():
+    for module in outer_modules(model):
         # much faster than getattr, which looks through parameters and buffers
         kinds = vars(module).get("rope_type")
         if any(kind in MOVING_ROPES for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):

@@ -54,8 +54,9 @@ _STAGE_FLOPS = {"cpu": 1e7, "cuda": 3e10}
 """Floating-point operations that a device does in the time that the calls of one stage take in one
 layer.
 
-Measured on CPUs. The number for "cuda" is a guess, for an H100: nothing was measured on a GPU. It
-decides how much rows have to share for a stage of their own, and changes results by rounding only.
+Measured on CPUs. The number for "cuda" is a guess, for an H100, with which an update took 0.57 to
+0.8 of the time without sharing (docs/results/gpu.md). It decides how much rows have to share for a
+stage of their own, and changes results by rounding only.
 """
 
 _OTHER_ATTENTION = ("position_bias", "softcap", "s_aux", "indices", "cache")

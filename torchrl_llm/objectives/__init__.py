@@ -4,6 +4,7 @@
 """
 
 from torchrl_llm import functional
+from torchrl_llm.objectives.base import TurnLoss
 from torchrl_llm.objectives.estimators.base import TurnEstimator
 from torchrl_llm.objectives.estimators.critic import CriticEstimator, TurnGAE, TurnVTrace
 from torchrl_llm.objectives.estimators.group_relative import GroupRelative
@@ -33,6 +34,7 @@ __all__ = [
     "RoleRelative",
     "TurnEstimator",
     "TurnGAE",
+    "TurnLoss",
     "TurnPolicyLoss",
     "TurnVTrace",
     "TurnVine",

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from torchrl_llm import functional as F
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives.estimators.base import Granularity
 from torchrl_llm.objectives.estimators.critic import TurnGAE
 from torchrl_llm.objectives.loss import TurnPolicyLoss
-from torchrl_llm.utils.options import NonNegative, Positive, Share
+from torchrl_llm.utils.options import NonNegative, Positive
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -41,41 +40,28 @@ class LLMPPOLoss(TurnPolicyLoss):
     Keyword Args:
         critic_coeff: weight of the critic's term. Default: 0.5.
         clip_value: how far the value may move from the estimator's; ``None`` is off. Default: 0.2.
-        gamma, lmbda, granularity, single_turn, value_reduction, whiten: see
-            :class:`~torchrl_llm.objectives.TurnGAE`. Defaults: 0.99 (1.0 per token), 0.95,
-            ``"turn"``, ``None``, ``"first"``, ``True``.
+        estimator: Default: :class:`~torchrl_llm.objectives.TurnGAE`.
         kl_coeff: weight of the KL to the reference. Default: 0.01.
         **options: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
     """
 
     default_value_estimator = TurnGAE
-    idle = (*TurnPolicyLoss.idle, *TurnGAE.idle)
 
     _weight_names = ("loss_weight", "critic_weight")
 
     critic: InitVar[TensorDictModuleBase] = field(kw_only=False)
-    joint: InitVar[TensorDictModuleBase | None] = field(default=None, kw_only=False)
+    joint: InitVar[TensorDictModuleBase | None] = None
     critic_coeff: NonNegative = 0.5
     """Weight of the critic's term."""
     clip_value: Positive | None = 0.2
     """How far a value may move from the old one; no bound: None in the loss, 0 in the settings of a
     run."""
-    gamma: Share | None = None
-    """Discount per turn."""
-    lmbda: Share = 0.95
-    """Lambda of the turn-level GAE."""
-    granularity: Granularity = "turn"
-    """Credit per "turn" or per "token"; "auto" is per token where the environment ends every
-    episode with its first response."""
-    single_turn: bool | None = None
-    value_reduction: F.ValueReduction = "first"
-    """The value of a turn: "first" (unbiased), "mean" or "last"."""
-    whiten: bool = True
-    """Whiten the advantages over the batch."""
     kl_coeff: NonNegative = 0.01
 
-    def __post_init__(self, actor: TensorDictModuleBase, critic: TensorDictModuleBase, joint: Any) -> None:
-        super().__post_init__(actor, critic)
+    def __post_init__(
+        self, actor: TensorDictModuleBase, critic: TensorDictModuleBase | None, estimator: Any, joint: Any
+    ) -> None:
+        super().__post_init__(actor, critic, estimator)
         self.joint_network = joint
 
     @property
@@ -111,21 +97,21 @@ class LLMPPOLoss(TurnPolicyLoss):
         values = self.critic_network(self._inputs(self.critic_network, tensordict))
         return super()._score(tensordict).update(values.select(self.tensor_keys.value, strict=False))
 
-    def _add_terms(
-        self, out: TensorDictBase, tensordict: TensorDictBase, scored: TensorDictBase, weights: dict[str, Tensor]
-    ) -> None:
+    def terms(self, rows: TensorDictBase, scored: TensorDictBase) -> dict[str, Tensor]:
         hint = "Run the value estimator first."
-        turn_ids, weight = self._get(tensordict, "turn_ids"), weights["critic_weight"]
+        turn_ids, weight = self._get(rows, "turn_ids"), self._get(rows, "critic_weight")
         value = self._pool(self._get(scored, "value"), turn_ids)
-        target = self._frozen(tensordict, "value_target", hint)
+        target = self._frozen(rows, "value_target", hint)
         error = (value - target).square()
         clipped = torch.zeros_like(turn_ids, dtype=torch.bool)
         if self.clip_value is not None:
             # Pooled as the new values are; otherwise values of different tokens would be compared.
-            old = self._pool(self._frozen(tensordict, "value", hint), turn_ids)
+            old = self._pool(self._frozen(rows, "value", hint), turn_ids)
             near = old + (value - old).clamp(-self.clip_value, self.clip_value)
             # The larger error, as in OpenAI's baselines; the paper itself has no clip of values.
             error, clipped = torch.maximum(error, (near - target).square()), (value - old).abs() > self.clip_value
-        out["loss_critic"] = self.critic_coeff * (weight * 0.5 * error).sum()
-        out["explained_variance"] = F.explained_variance(value.detach(), target, weight)
-        out["value_clip_fraction"] = (weight * clipped).sum()
+        return super().terms(rows, scored) | {
+            "loss_critic": self.critic_coeff * (weight * 0.5 * error).sum(),
+            "explained_variance": F.explained_variance(value.detach(), target, weight),
+            "value_clip_fraction": (weight * clipped).sum(),
+        }

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
 
-import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_llm import functional as F
 from torchrl_llm.keys import NestedKey
+from torchrl_llm.objectives.base import TurnLoss
+from torchrl_llm.objectives.checks import check_objective
 from torchrl_llm.objectives.estimators.critic import CriticEstimator
-from torchrl_llm.objectives.estimators.imitation import Imitated, ImitationWeights, NoCredit
+from torchrl_llm.objectives.estimators.imitation import ImitationWeights, NoCredit
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator
-from torchrl_llm.objectives.loss import Clipping, KLPlace, TurnPolicyLoss, UnitWeight
-from torchrl_llm.utils.options import Finite, Idle, Share
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class LLMSFTLoss(TurnPolicyLoss):
+class LLMSFTLoss(TurnLoss):
     """Supervised fine-tuning: the negative log-likelihood of the action tokens of episodes,
     weighted by turn.
 
@@ -35,16 +32,16 @@ class LLMSFTLoss(TurnPolicyLoss):
     tokens that has one; ``entropy`` and ``weight``. Over micro-batches they add up.
 
     Args:
-        actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
+        actor: see :class:`~torchrl_llm.objectives.TurnLoss`.
 
     Keyword Args:
-        imitate, min_return, gamma: see :class:`~torchrl_llm.objectives.ImitationWeights`. Defaults:
-            ``"all"``, ``None``, 1.0.
+        estimator: Default: :class:`~torchrl_llm.objectives.ImitationWeights`.
         weighting, weight_constant, entropy_coeff, entropy_target: see
-            :class:`~torchrl_llm.objectives.TurnPolicyLoss`. The weights count all action tokens of
-            the batch, also those that are not imitated: the fewer are, the smaller the gradient.
+            :class:`~torchrl_llm.objectives.TurnLoss`. The weights count all action tokens of the
+            batch, also those that are not imitated: the fewer are, the smaller the gradient.
 
     Examples:
+        >>> import torch
         >>> from tensordict import TensorDict
         >>> from tensordict.nn import TensorDictModule
         >>> actor = TensorDictModule(lambda ids: torch.full(ids.shape, -2.0), in_keys=["turn_ids"], out_keys=["log_prob"])
@@ -57,58 +54,23 @@ class LLMSFTLoss(TurnPolicyLoss):
 
     default_value_estimator = ImitationWeights
 
-    idle: ClassVar[tuple[Idle, ...]] = (
-        *TurnPolicyLoss.idle,
-        Idle(
-            ("gamma",),
-            {"imitate": ("all", "success"), "min_return": (None,)},
-            'weigh or choose by returns (imitate="return", min_return)',
-        ),
-    )
-    imitate: Imitated = "all"
-    """Imitate "all" turns, turns of episodes that ended in "success", or each with the weight of
-    its "return"."""
-    min_return: Finite | None = None
-    """Do not imitate turns whose return from there on is less; None sets no bound."""
-    gamma: Share = 1.0
-    """Discount per turn."""
-
-    # No arguments: they compare with another policy, which imitation does not.
-    clipping: Clipping = field(init=False, default="none")
-    clip_epsilon: Any = field(init=False, default=0.0)
-    dual_clip: Any = field(init=False, default=None)
-    ratio_level: F.RatioLevel = field(init=False, default="token")
-    ratio_reduction: F.RatioReduction = field(init=False, default="mean")
-    unit_weight: UnitWeight = field(init=False, default="by_tokens")
-    kl_coeff: float = field(init=False, default=0.0)
-    kl_kind: F.KLKind = field(init=False, default="k3")
-    kl_in: KLPlace = field(init=False, default="loss")
-    sampler_correction: F.SamplerCorrection | None = field(init=False, default=None)
-    sampler_bounds: Any = field(init=False, default=None)
-    sampler_level: F.RatioLevel = field(init=False, default="token")
-    sampler_reduction: F.RatioReduction = field(init=False, default="sum")
-    discounted_objective: bool = field(init=False, default=False)
-    clip_advantage: Any = field(init=False, default=None)
-
-    @property
-    def in_keys(self) -> list[NestedKey]:
-        names = [self.tensor_keys.turn_ids, self.tensor_keys.advantage]
-        return list(dict.fromkeys([*self.actor_network.in_keys, *names]))
-
     @property
     def out_keys(self) -> list[NestedKey]:
-        out: list[NestedKey] = ["loss_objective", "nll", "imitated", "weight"]
-        if self._writes_entropy:
-            out += ["loss_entropy", "entropy"] if self.entropy_coeff else ["entropy"]
-        return out
+        return [*super().out_keys, "nll", "imitated"]
 
-    def objective(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """The log-probs, which are ratios to nothing here, weighted; ``[B, L]``."""
-        return advantage * log_ratio
+    def objective(self, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        """The log-probs, weighted; ``[B, L]`` each. Override this method for another objective."""
+        return advantage * log_prob
 
-    def _old_log_prob(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
-        advantage = self._frozen(tensordict, "advantage")
-        return torch.zeros_like(advantage), torch.ones_like(advantage)
+    def terms(self, rows: TensorDictBase, scored: TensorDictBase) -> dict[str, Tensor]:
+        weight, log_prob = self._get(rows, "loss_weight"), self._get(scored, "log_prob")
+        weights = self._frozen(rows, "advantage", "Run the value estimator first.")
+        objective = check_objective(type(self).__name__, self.objective(log_prob, weights), log_prob)
+        return {
+            "loss_objective": -(weight * objective).sum(),
+            "nll": -(weight * log_prob.detach()).sum(),
+            "imitated": (weight * (weights != 0)).sum(),
+        } | super().terms(rows, scored)
 
     def _check_estimator(self) -> None:
         if isinstance(self.value_estimator, (CriticEstimator, NoCredit, ReturnEstimator)):
@@ -118,12 +80,9 @@ class LLMSFTLoss(TurnPolicyLoss):
                 "less likely without bound, and where they are 0, nothing is imitated. Use ImitationWeights or one of your own (the "
                 "option estimator), or an algorithm of reinforcement learning."
             )
-        super()._check_estimator()
-
-    @torch.no_grad()
-    def _diagnose(
-        self, out: TensorDictBase, weight: Tensor, token_ratio: Tensor, log_ratio: Tensor, advantage: Tensor
-    ) -> None:
-        out["nll"] = -(weight * log_ratio).sum()
-        out["imitated"] = (weight * (advantage != 0)).sum()
-        out["weight"] = weight.sum()
+        weights = self.value_estimator
+        if isinstance(weights, ImitationWeights) and weights.gamma != 1 and not weights.reads_rewards:
+            raise ValueError(
+                f"gamma={weights.gamma} does nothing with imitate={weights.imitate!r} and min_return=None: leave it out, or weigh or choose "
+                'by returns (imitate="return", min_return).'
+            )

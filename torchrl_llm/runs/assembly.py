@@ -20,7 +20,7 @@ from torchrl_llm.envs import GEMEnv, SeenTasks
 from torchrl_llm.modules import ActorCritic, TurnPolicy, VLLMPolicy
 from torchrl_llm.modules.kernels import Numerics
 from torchrl_llm.modules.policy import SamplingConfig
-from torchrl_llm.objectives import TurnPolicyLoss
+from torchrl_llm.objectives import TurnLoss
 from torchrl_llm.runs import build, table
 from torchrl_llm.runs.checkpoint import CheckpointStore
 from torchrl_llm.runs.config import RunConfig
@@ -50,7 +50,7 @@ from torchrl_llm.utils.optional import running_ray
 from torchrl_llm.utils.options import ConfigError
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
-MakeLoss = Callable[[RunConfig, ActorCritic], TurnPolicyLoss]
+MakeLoss = Callable[[RunConfig, ActorCritic], TurnLoss]
 """Makes a run's loss: ``make_loss(config, models)``, see :func:`~torchrl_llm.runs.build_run`."""
 
 
@@ -71,11 +71,6 @@ class Given(NamedTuple):
             raise ConfigError(
                 f"env_weights={config.env_weights} does nothing with build_run(make_env=...), which decides on the environments: "
                 "leave it out, or give make_env the weights."
-            )
-        if config.estimator is not None and self.make_loss is not None:
-            raise ConfigError(
-                f"estimator={config.estimator!r} does nothing with build_run(make_loss=...): leave it out, or call "
-                "make_value_estimator(config.value_estimator()) of the loss there."
             )
         check_demonstrations(config)
         if config.collector == "ray":
@@ -193,12 +188,18 @@ def load_networks(
 
 def make_loss_and_reference(
     config: RunConfig, networks: Networks, environments: Environments, given: Given
-) -> tuple[TurnPolicyLoss, Any]:
+) -> tuple[TurnLoss, Any]:
     """The loss, and the model or teacher that its KL is to (``None``: there is none); before
     workers are started."""
     loss = (given.make_loss or build.make_objective)(config, networks.models)
-    if not isinstance(loss, TurnPolicyLoss):
-        raise ConfigError(f"make_loss(config, models) returned a {type(loss).__name__}; expected a TurnPolicyLoss.")
+    if not isinstance(loss, TurnLoss):
+        raise ConfigError(f"make_loss(config, models) returned a {type(loss).__name__}; expected a TurnLoss.")
+    credit = type(loss.value_estimator)
+    if config.estimator is not None and credit is not config.value_estimator():
+        raise ConfigError(
+            f"estimator={config.estimator!r}, but the loss that make_loss(config, models) returned has a {credit.__name__}: give it "
+            "the estimator of config.loss_options(), or leave the setting out."
+        )
     for problem in missing_extras(loss.value_estimator, environments.train.extras):
         raise ConfigError(problem)
     if config.teacher is not None:
@@ -273,7 +274,7 @@ def make_watchers(
     place: Place,
     tokenizer: Any,
     networks: Networks,
-    loss: TurnPolicyLoss,
+    loss: TurnLoss,
     given: Given,
     from_python: Mapping[str, str],
 ) -> Watchers:

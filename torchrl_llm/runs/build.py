@@ -37,7 +37,7 @@ from torchrl_llm.modules import ActorCritic, HFPolicy, PlayerPolicy, TurnPolicy,
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.vllm.weights import TRANSFERS
 from torchrl_llm.modules.weights import holds_adapter
-from torchrl_llm.objectives import TurnPolicyLoss
+from torchrl_llm.objectives import TurnLoss
 from torchrl_llm.runs.config import ConfigError, RunConfig
 from torchrl_llm.runs.demonstrations import check_player, find_demonstrations, read_demonstrations
 from torchrl_llm.runs.engines import make_engine, serves_adapter
@@ -289,7 +289,7 @@ def _continuations(config: RunConfig) -> dict[str, Any]:
     return {"branches": Branches(count=config.branches, share=config.branch_share, gamma=gamma)}
 
 
-def make_objective(config: RunConfig, models: ActorCritic) -> TurnPolicyLoss:
+def make_objective(config: RunConfig, models: ActorCritic) -> TurnLoss:
     """The loss of ``config.algo`` with its value estimator; fields that are None keep the class's
     default."""
     return config.make_loss(models.actor, models.critic, models.joint)

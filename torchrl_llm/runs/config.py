@@ -23,7 +23,15 @@ from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.objectives.checks import wrong_penalty
 from torchrl_llm.runs import settings, wrong_settings
 from torchrl_llm.runs.idle_settings import IDLE
-from torchrl_llm.runs.loss_settings import LOSSES, NO_ACTOR, NO_CRITIC, LossConfig, LossOptions, loss_settings
+from torchrl_llm.runs.loss_settings import (
+    LOSSES,
+    NO_ACTOR,
+    NO_CRITIC,
+    LossConfig,
+    LossOptions,
+    estimator_of,
+    loss_settings,
+)
 from torchrl_llm.runs.settings import Algorithm, names_of
 from torchrl_llm.runs.settings_file import read_settings, write_settings
 from torchrl_llm.trainers.config import NOTHING_TO_CORRECT, TrainerConfig
@@ -50,12 +58,11 @@ def shown_default(name: str, algo: Algorithm | None = None) -> str:
     if name not in names_of(LossOptions):
         return str(options_of(RunConfig)[name].default)
     algorithms: dict[str, list[str]] = {}
-    for each, loss in LOSSES.items():
-        if name in loss_settings(each) and algo in (None, each):
-            default = options_of(loss)[name].default
-            if default is None and name in options_of(loss.default_value_estimator):
-                # which decides it when it is made
-                default = getattr(loss.default_value_estimator(), name)
+    for each in LOSSES:
+        if name in (options := loss_settings(each)) and algo in (None, each):
+            default = options[name].default
+            if default is None and name in options_of(kind := estimator_of(each)):
+                default = getattr(kind(), name)  # which decides it when it is made
             algorithms.setdefault(str(default), []).append(each)
     if len(algorithms) == 1:
         return next(iter(algorithms))
@@ -283,7 +290,7 @@ class RunConfig(
             raise ConfigError(
                 f"estimator={self.estimator!r} needs a critic, and algo={self.algo!r} has none: use LLMPPO."
             )
-        own, known = options_of(LOSSES[self.algo].default_value_estimator), options_of(chosen)
+        own, known = options_of(estimator_of(self.algo)), options_of(chosen)
         unused = tuple(name for name in names_of(LossOptions) if name in own and name not in known)
         instead = "choose an estimator that has the option"
         Idle(unused, {"estimator": (self.estimator,)}, instead).check(vars(self), dict.fromkeys(unused))
@@ -314,24 +321,23 @@ class RunConfig(
         actor: TensorDictModuleBase,
         critic: TensorDictModuleBase | None = None,
         joint: TensorDictModuleBase | None = None,
-    ) -> objectives.TurnPolicyLoss:
+    ) -> objectives.TurnLoss:
         """The algorithm's loss with its value estimator; settings that are ``None`` keep the
         class's default.
 
         Args:
-            actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
+            actor: see :class:`~torchrl_llm.objectives.TurnLoss`.
             critic, joint: LLMPPO's, see :class:`~torchrl_llm.objectives.LLMPPOLoss`; the other
                 algorithms leave them out.
         """
         options = self.loss_options()
         if self.algo == "LLMPPO":
             options |= {"critic": critic, "joint": joint}
-        loss: Any = LOSSES[self.algo](actor, **options)
-        return loss if self.estimator is None else loss.make_value_estimator(self.value_estimator())
+        return LOSSES[self.algo](actor, **options)
 
-    def loss_options(self, loss_class: type[objectives.TurnPolicyLoss] | None = None) -> dict[str, Any]:
-        """The keyword arguments of the algorithm's loss; fields that are ``None`` are left to its
-        class.
+    def loss_options(self, loss_class: type[objectives.TurnLoss] | None = None) -> dict[str, Any]:
+        """The keyword arguments of the algorithm's loss, with its estimator; fields that are
+        ``None`` are left to the classes.
 
         Args:
             loss_class: what they are for, if not the stock loss: a subclass of it.
@@ -345,8 +351,9 @@ class RunConfig(
                 not.
 
         Examples:
-            >>> RunConfig(algo="GRPO", group_size=4, kl_coeff=0.0).loss_options()
-            {'kl_coeff': 0.0, 'group_size': 4}
+            >>> options = RunConfig(algo="GRPO", group_size=4, kl_coeff=0.0, scale="none").loss_options()
+            >>> options["kl_coeff"], options["estimator"].scale, options["estimator"].group_size
+            (0.0, 'none', 4)
         """
         stock = LOSSES[self.algo]
         if loss_class is not None and not issubclass(loss_class, stock):
@@ -354,8 +361,11 @@ class RunConfig(
                 f"The settings of algo={self.algo!r} are those of {stock.__name__}, which {loss_class.__name__} is not a subclass "
                 "of: choose the algorithm that it is one of, or make it from fields of the config by hand."
             )
-        values = {name: getattr(self, name) for name in loss_settings(self.algo)}
-        options = {name: value for name, value in values.items() if value is not None}
+        kind = self.value_estimator() or estimator_of(self.algo)
+        given = {name: value for name in names_of(LossOptions) if (value := getattr(self, name)) is not None}
+        given |= {"group_size": self.group_size}
+        values = options_of(loss_class or stock)
+        options = {name: value for name, value in given.items() if name in values}
         if (
             "sampler_correction" in values
             and self.max_staleness
@@ -365,7 +375,9 @@ class RunConfig(
             options = {"sampler_correction": "truncate", "sampler_bounds": 2.0} | options
         if options.get("clip_value") == 0:
             options["clip_value"] = None
-        return options
+        # Where both have a weight of the KL, the loss gives the estimator its own.
+        credit = {name: value for name, value in given.items() if name in options_of(kind) and name not in values}
+        return options | {"estimator": kind(**credit)}
 
     def value_estimator(self) -> type[objectives.TurnEstimator] | None:
         """The class that :attr:`estimator` names; ``None``: the algorithm's own.

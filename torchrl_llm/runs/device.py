@@ -71,8 +71,8 @@ def choose_device(config: RunConfig) -> torch.device:
             )
         if wanted.type != chosen.type or wanted.index not in (None, chosen.index):
             raise ConfigError(
-                f"device is {config.device!r}, but accelerate chose {str(chosen)!r}: leave device out, and say which "
-                "GPU is meant with CUDA_VISIBLE_DEVICES."
+                f"device is {config.device!r}, but accelerate chose {str(chosen)!r}, now or for an earlier run of this process, which has "
+                "one device for all: leave device out, and say which GPU is meant with CUDA_VISIBLE_DEVICES; or start another process."
             )
     _check_supported(chosen)
     return chosen

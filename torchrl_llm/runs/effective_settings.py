@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchrl_llm.objectives import TurnPolicyLoss
+from torchrl_llm.objectives import TurnLoss
 from torchrl_llm.runs.config import HOW_TO_RUN, RunConfig, shown_default
 from torchrl_llm.runs.identity import names_of_parts
 from torchrl_llm.runs.loss_settings import LOSSES, NO_ACTOR, NO_CRITIC, LossOptions
@@ -25,11 +25,14 @@ from torchrl_llm.utils.options import ConfigError, Idle, options_of
 _NO_EFFECT = (*HOW_TO_RUN, "max_tokens")
 """Settings that change no number of a run, but for rounding: ``max_tokens`` bounds memory."""
 
-_PARTS = ("actor", "critic", "joint", "single_turn", "partial", "value_network", "value_chunk_size", "process_group")
+_PARTS = (
+    *("actor", "critic", "joint", "estimator", "single_turn", "partial"),
+    *("value_network", "value_chunk_size", "process_group"),
+)
 """Parameters of losses and estimators that are not options, or change no number."""
 
 
-def effective_settings(config: RunConfig, loss: TurnPolicyLoss | None = None) -> dict[str, Any]:
+def effective_settings(config: RunConfig, loss: TurnLoss | None = None) -> dict[str, Any]:
     """The settings that have an effect on the numbers of a run, by name.
 
     Args:
@@ -73,12 +76,10 @@ class _Value(NamedTuple):
         return as_text(self.value) != as_text(self.default)  # arrays have no plain comparison
 
 
-def _options(loss: TurnPolicyLoss) -> dict[str, _Value]:
+def _options(loss: TurnLoss) -> dict[str, _Value]:
     """The options of a loss and its estimator. Of what both have the estimator decides, but for the
     weight of the KL."""
     values, deciding = _own_options(loss), _own_options(loss.value_estimator)
-    for name in options_of(loss.default_value_estimator).keys() - deciding.keys():
-        values.pop(name, None)  # it is passed on to an estimator that the loss has no more
     if "kl_coeff" in values and "kl_coeff" in deciding:
         further = deciding.pop("kl_coeff")
         if further.value not in (0, values["kl_coeff"].value):  # 0: the KL is in the loss
@@ -110,7 +111,7 @@ def _is_harmless(config: RunConfig, name: str, rule: Idle) -> bool:
     return option is None or getattr(config, name) in (option.default, rule.harmless.get(name, option.default))
 
 
-def changed_settings(config: RunConfig, loss: TurnPolicyLoss | None = None) -> dict[str, list[str]]:
+def changed_settings(config: RunConfig, loss: TurnLoss | None = None) -> dict[str, list[str]]:
     """The settings that are not the defaults: name -> value and default as text.
 
     The default of an option of the loss is the one that it has beside the other settings. Options

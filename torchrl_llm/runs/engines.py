@@ -133,6 +133,8 @@ def engine_gpus(config: RunConfig, device: torch.device | None, processes: int =
 
 def serves_adapter(config: RunConfig) -> bool:
     """Whether the engine serves the adapter beside the base model."""
-    # On CPUs vLLM generates faster with merged weights.
+    # On CPUs vLLM generates faster with merged weights; its kernels for adapters on GPUs know no
+    # float32.
     on_gpu = bool(config.ray_worker_gpus) if config.collector == "ray" else torch.cuda.is_available()
-    return config.lora_r > 0 and (config.weight_sync == "adapter" or (config.weight_sync is None and on_gpu))
+    wanted = on_gpu and (config.engine_dtype or config.dtype) != "float32"
+    return config.lora_r > 0 and (config.weight_sync == "adapter" or (config.weight_sync is None and wanted))

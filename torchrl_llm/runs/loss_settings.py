@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from torchrl_llm import keys, objectives
 from torchrl_llm.runs.settings import Algorithm
 from torchrl_llm.utils.options import NonNegative, Option, meanings, options_class, options_of
 
-LOSSES: dict[Algorithm, type[objectives.TurnPolicyLoss]] = {
+LOSSES: dict[Algorithm, type[objectives.TurnLoss]] = {
     "LLMPPO": objectives.LLMPPOLoss,
     "LLMREINFORCE": objectives.LLMReinforceLoss,
     "GRPO": objectives.LLMGRPOLoss,
@@ -26,8 +27,11 @@ NO_ACTOR = TensorDictModule(nn.Identity(), in_keys=[keys.TOKENS], out_keys=[keys
 NO_CRITIC = TensorDictModule(nn.Identity(), in_keys=[keys.TOKENS], out_keys=[keys.STATE_VALUE, keys.BOOTSTRAP_VALUE])
 """The keys of actor and critic, and no weights: what a loss asks of them when it is made."""
 
-_DECIDED_BY_THE_RUN = ("actor", "critic", "joint", "single_turn", "partial")
-"""Parameters of losses that are not settings."""
+_NO_SETTINGS = ("actor", "critic", "joint", "estimator", "single_turn", "partial", "process_group")
+"""Parameters that the run decides."""
+
+_OF_CLASSES = ("value_network", "value_chunk_size", "ddof", "eps")
+"""Options of estimators that are for Python alone."""
 
 _OTHER_HINTS: dict[str, Any] = {
     "kl_kind": Literal["k2", "k3"],  # as a loss "k1" has no gradient in expectation
@@ -36,22 +40,30 @@ _OTHER_HINTS: dict[str, Any] = {
 """Annotations of settings that differ from the losses' own."""
 
 
+def estimator_of(algo: Algorithm) -> type[objectives.TurnEstimator]:
+    """The algorithm's own estimator."""
+    return LOSSES[algo].default_value_estimator
+
+
 @cache
-def loss_settings(algo: Algorithm) -> tuple[str, ...]:
-    """The settings that the loss of ``algo`` takes, in the order of its declaration."""
-    return tuple(name for name in options_of(LOSSES[algo]) if name not in _DECIDED_BY_THE_RUN)
+def loss_settings(algo: Algorithm) -> Mapping[str, Option]:
+    """The settings that the loss of ``algo`` and its estimator take, in the order of their
+    declaration."""
+    options = {**options_of(estimator_of(algo)), **options_of(LOSSES[algo])}
+    return {name: option for name, option in options.items() if name not in (*_NO_SETTINGS, *_OF_CLASSES)}
 
 
 def _options_of_losses() -> Any:
-    """The options that the losses declare, all ``None``: the default that is declared there."""
+    """The options that losses and estimators declare, all ``None``: the default that is declared
+    there."""
     options: dict[str, Option] = {}
     meaning: dict[str, str] = {}
     for algo, loss in LOSSES.items():
-        said = meanings(loss)
-        for name in loss_settings(algo):
+        said = {**meanings(estimator_of(algo)), **meanings(loss)}
+        for name, option in loss_settings(algo).items():
             # which RolloutConfig declares, for every algorithm
             if name not in options and name != "group_size":
-                options[name] = Option(_OTHER_HINTS.get(name, options_of(loss)[name].hint) | None, None)
+                options[name] = Option(_OTHER_HINTS.get(name, option.hint) | None, None)
                 takers = [other for other in LOSSES if name in loss_settings(other)]
                 only = "" if len(takers) == len(LOSSES) else f" ({', '.join(takers)})"
                 meaning[name] = f"{said[name].removesuffix('.')}{only}."

@@ -12,7 +12,7 @@ import torch
 from torchrl.checkpoint import CheckpointError
 from torchrl.objectives.value import ValueEstimatorBase
 
-from torchrl_llm.objectives import TurnPolicyLoss
+from torchrl_llm.objectives import TurnLoss
 from torchrl_llm.runs.states import Held, states_of
 from torchrl_llm.trainers import Callback, Distributed, LLMTrainer
 
@@ -37,7 +37,7 @@ class LossState(Callback):
         distributed: all ranks; each calls :meth:`gather` before the first one saves, and loads.
     """
 
-    def __init__(self, loss: TurnPolicyLoss, distributed: Distributed) -> None:
+    def __init__(self, loss: TurnLoss, distributed: Distributed) -> None:
         self.loss, self.distributed = loss, distributed
         self._state: dict[str, Any] = {}
         # The estimator for which a state was loaded, and the state; None once training has begun.
@@ -85,7 +85,7 @@ class LossState(Callback):
             )
 
 
-def own_state(loss: TurnPolicyLoss) -> dict[str, Any]:
+def own_state(loss: TurnLoss) -> dict[str, Any]:
     """The ``state_dict`` of ``loss`` and its estimator, without the weights and buffers of actor
     and critic."""
     networks = [network for network in (loss.actor_network, loss.critic_network) if network is not None]
@@ -99,7 +99,7 @@ def own_state(loss: TurnPolicyLoss) -> dict[str, Any]:
     return {name: value.detach() if torch.is_tensor(value) else value for name, value in own.items()}
 
 
-def check_state(loss: TurnPolicyLoss, state: Mapping[str, Any]) -> None:
+def check_state(loss: TurnLoss, state: Mapping[str, Any]) -> None:
     """Refuse a state that a checkpoint cannot hold, by the name of its module.
 
     Raises:
@@ -146,18 +146,18 @@ def _error_of_saving(state: Mapping[str, Any]) -> Exception | None:
     return None
 
 
-def _module(loss: TurnPolicyLoss, name: str) -> torch.nn.Module:
+def _module(loss: TurnLoss, name: str) -> torch.nn.Module:
     """The module that an entry of the ``state_dict`` is of."""
     return loss.get_submodule(name.rpartition(".")[0])
 
 
-def _fitting(loss: TurnPolicyLoss, state: Mapping[str, Any]) -> dict[str, Any]:
+def _fitting(loss: TurnLoss, state: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of ``state`` that have a place in ``loss``."""
     own = own_state(loss)
     return {name: value for name, value in state.items() if name in own and _fits(loss, name, value, own[name])}
 
 
-def _fits(loss: TurnPolicyLoss, name: str, value: Any, own: Any) -> bool:
+def _fits(loss: TurnLoss, name: str, value: Any, own: Any) -> bool:
     if not name.endswith(_EXTRA):
         return getattr(value, "shape", None) == getattr(own, "shape", None)
     # It may be anything, such as a tensor that grows. A module that does not set it loses it
@@ -165,6 +165,6 @@ def _fits(loss: TurnPolicyLoss, name: str, value: Any, own: Any) -> bool:
     return type(_module(loss, name)).set_extra_state is not torch.nn.Module.set_extra_state
 
 
-def _load(loss: TurnPolicyLoss, state: Mapping[str, Any]) -> None:
+def _load(loss: TurnLoss, state: Mapping[str, Any]) -> None:
     # Not strict: the networks' weights are read from files of their own.
     loss.load_state_dict(_fitting(loss, state), strict=False)

@@ -72,10 +72,15 @@ _HIDDEN, _WIDTH = 8, 4
 # layer kept 82,048 bytes a token; this makes 82,688 of it.
 _CAST_HIDDEN, _CAST_WIDTH = 6, 1
 
-_ROOM = {"cpu": 4 * 2**30, "cuda": 8 * 2**30}
-"""Bytes that the activations of a micro-batch may take where ``max_tokens`` is not given, by the
-kind of device. More tokens are hardly faster: the tokens of a large model are work enough for a
-device, and of a small model many fit."""
+_ROOM, _ROOM_SHARE = 4 * 2**30, 0.25
+"""Bytes that the activations of a micro-batch may take on the host where ``max_tokens`` is not
+given, and their share of a GPU's memory. More tokens are hardly faster on a CPU. A GPU waits for
+the next launch where tokens are few: an update of Qwen2.5-0.5B took an H100 3.7 s at 4,096, 1.6 s
+at 16,384 (docs/results/gpu.md). There PyTorch's allocator held half as much again as was in use,
+and an engine beside it takes 0.4 of the card."""
+
+TAKEN = 0.95
+"""Share of a GPU's memory that a run may take: CUDA itself and fragments take the rest."""
 
 
 def empty_model(config: RunConfig) -> Any:
@@ -114,21 +119,25 @@ def memory_estimate(config: RunConfig, model: Any, *, shards: int = 1, device: t
     return {**kept, **_activations(config, model, tokens, device)}
 
 
-def default_max_tokens(config: RunConfig, model: Any, *, device: torch.device = _CPU) -> int:
+def default_max_tokens(
+    config: RunConfig, model: Any, *, shards: int = 1, device: torch.device = _CPU, card: int | None = None
+) -> int:
     """The ``max_tokens`` of a run that gives none: of the shapes of its model, its settings and the
-    kind of device.
+    device.
 
-    It does not depend on the memory of the machine, so that a run is the same on each.
+    It depends neither on the memory of the host nor on what is free, so that a run is the same on
+    each machine with such a device.
 
     Args:
         config: the settings.
         model: :func:`empty_model`.
-        device: see :func:`memory_estimate`.
+        shards, device: see :func:`memory_estimate`.
+        card: bytes of a GPU's memory; ``None``: those of ``device``. On a CPU not read.
 
     Returns:
         The largest power of two up to 16,384 whose activations are estimated to take at most 4 GiB
-        on a CPU, 8 GiB on a GPU; at least ``config.max_model_len`` (but no more than 16,384),
-        because a row is not cut.
+        on a CPU; on a GPU a quarter of its memory, and with which the run is estimated to fit. At
+        least ``config.max_model_len`` (but no more than 16,384), because a row is not cut.
 
     Raises:
         ConfigError: as :func:`memory_estimate`.
@@ -138,9 +147,19 @@ def default_max_tokens(config: RunConfig, model: Any, *, device: torch.device = 
         >>> default_max_tokens(config, empty_model(config))
         16384
     """
-    room = _ROOM.get(device.type, _ROOM["cpu"])
+    room, limit = float(_ROOM), float("inf")
+    if device.type == "cuda":
+        total = card or torch.cuda.get_device_properties(device).total_memory
+        engine = 0 if config.sleep_mode else engine_memory(config, device, total)
+        room, limit = _ROOM_SHARE * total, TAKEN * total - engine
+    kept = sum(_kept(config, model, shards, device).values())
+
+    def fits(tokens: int) -> bool:
+        parts = _activations(config, model, tokens, device)
+        return parts["activations"] <= room and kept + sum(parts.values()) <= limit
+
     least, tokens = min(config.max_model_len, MOST_TOKENS), MOST_TOKENS
-    while tokens > least and _activations(config, model, tokens, device)["activations"] > room:
+    while tokens > least and not fits(tokens):
         tokens //= 2
     return max(tokens, least)
 
@@ -205,7 +224,7 @@ def with_max_tokens(
     shards = distributed.world_size if distributed.sharded else 1
     try:
         model = empty_model(config)
-        config = replace(config, max_tokens=known or default_max_tokens(config, model, device=device))
+        config = replace(config, max_tokens=known or default_max_tokens(config, model, shards=shards, device=device))
         advice = what_to_lower(config, model, free, shards=shards, device=device)
         needed = sum(memory_estimate(config, model, shards=shards, device=device).values())
     # A family whose shapes are not known may be trained all the same; what is wrong otherwise is
@@ -249,9 +268,14 @@ def trainer_memory(config: RunConfig, device: torch.device, processes: int = 1) 
     return free - engine, total - engine
 
 
-def engine_memory(config: RunConfig, device: torch.device) -> int:
+def engine_memory(config: RunConfig, device: torch.device, card: int | None = None) -> int:
     """Bytes of ``device`` that a vLLM engine takes for itself while it is awake; 0 where there is
     none on that GPU.
+
+    Args:
+        config: the settings.
+        device: of model and training.
+        card: bytes of its memory; ``None``: as PyTorch finds them.
 
     Examples:
         >>> engine_memory(RunConfig(policy="vllm"), torch.device("cpu"))
@@ -260,7 +284,7 @@ def engine_memory(config: RunConfig, device: torch.device) -> int:
     elsewhere = config.collector == "ray" or config.weight_sync == "nccl"
     if config.policy != "vllm" or elsewhere or device.type != "cuda":
         return 0
-    return int(engine_share(config, device) * torch.cuda.mem_get_info(device)[1])
+    return int(engine_share(config, device) * (card or torch.cuda.mem_get_info(device)[1]))
 
 
 def engine_weights(config: RunConfig, model: Any) -> int:

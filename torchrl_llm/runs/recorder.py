@@ -15,7 +15,6 @@ from torchrl.record.loggers.trackio import TrackioLogger
 
 from torchrl_llm import keys
 from torchrl_llm.data import apply_in_micro_batches
-from torchrl_llm.functional import pool_log_ratio
 from torchrl_llm.modules.positions import prefix_cost
 from torchrl_llm.objectives import TurnEstimator
 from torchrl_llm.runs.episode_texts import COLUMNS, EpisodeText, episode_texts, markdown, table_rows
@@ -267,11 +266,7 @@ def score_after_update(trainer: Any, rows: TensorDictBase) -> dict[str, str]:
     limit = trainer.config.micro_batch_tokens
     with trainer.accelerator.autocast():
         apply_in_micro_batches(loss.actor_network, rows, limit, prefix_cost(loss.actor_network))
-    turn_ids = rows[keys.TURN_IDS]
-    old = rows.get(keys.OLD_LOG_PROB, rows[keys.SAMPLE_LOG_PROB])
-    log_ratio = torch.where(turn_ids >= 0, rows[keys.LOG_PROB] - old, 0.0)
-    pooled = pool_log_ratio(log_ratio, turn_ids, loss.ratio_level, loss.ratio_reduction)
-    rows[_CLIPPED] = loss.surrogate(pooled, rows[keys.ADVANTAGE])[1] & (turn_ids >= 0)
+    rows[_CLIPPED] = loss.clipped(rows)
     return {} if keys.ENTROPY in rows else {"entropy": "the model's scorer does not compute it"}
 
 

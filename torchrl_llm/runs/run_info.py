@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from torchrl_llm.objectives import TurnPolicyLoss
+from torchrl_llm.objectives import TurnLoss
 from torchrl_llm.runs.config import RunConfig
 from torchrl_llm.runs.effective_settings import as_text, changed_settings, effective_settings
 from torchrl_llm.runs.identity import environment
 
 
 def run_info(
-    config: RunConfig, loss: TurnPolicyLoss | None = None, given: Mapping[str, str] = MappingProxyType({})
+    config: RunConfig, loss: TurnLoss | None = None, given: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
     """When and where a run was started (or resumed), with which versions, and its settings.
 

@@ -13,10 +13,10 @@ from datetime import date
 from typing import Any, Literal
 
 from torchrl_llm.envs import GEMEnv
-from torchrl_llm.objectives.estimators.base import step_of
+from torchrl_llm.objectives.estimators.granularity import step_of
 from torchrl_llm.rendering import ChatTemplateError, Renderer
 from torchrl_llm.runs.config import RunConfig
-from torchrl_llm.runs.loss_settings import LOSSES
+from torchrl_llm.runs.loss_settings import estimator_of
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.utils.options import ConfigError, options_of
 
@@ -92,7 +92,7 @@ def with_granularity(config: RunConfig, saved: Mapping[str, Any] | None, env: GE
     meant: Any = _meaning(env)
     if saved is not None and "granularity" not in config.accept_changes:
         before = saved.get("granularity")
-        if meant != (before or options_of(LOSSES[config.algo])["granularity"].default):
+        if meant != (before or options_of(estimator_of(config.algo))["granularity"].default):
             raise ConfigError(
                 f'granularity="auto" means {meant!r} in this environment, and the checkpoint\'s run had {before!r}: set granularity '
                 "to that, or name granularity in accept_changes."

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchrl_llm.objectives import GroupRelative, TurnPolicyLoss
+from torchrl_llm.objectives import GroupRelative, TurnLoss
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator
-from torchrl_llm.runs.loss_settings import LOSSES
+from torchrl_llm.runs.loss_settings import estimator_of
 
 
 def missing_extras(estimator: Any, kinds: Mapping[str, type]) -> Iterator[str]:
@@ -40,7 +40,7 @@ def missing_extras(estimator: Any, kinds: Mapping[str, type]) -> Iterator[str]:
             yield f"{option}={name!r} is not an extra that the environment declares as a {kind.__name__}; it declares {declared}."
 
 
-def idle_kl(config: Any, loss: TurnPolicyLoss) -> Iterator[str]:
+def idle_kl(config: Any, loss: TurnLoss) -> Iterator[str]:
     """What is wrong with a reference that is what the actor is wherever the KL is read, and what to
     do.
 
@@ -103,7 +103,7 @@ def wrong_trees(config: Any) -> Iterator[str]:
     """What is wrong with the settings of trees and of what reads their rows, and what to do."""
     if not (branches := config.tree_branches):
         return
-    kind = config.value_estimator() or LOSSES[config.algo].default_value_estimator
+    kind = config.value_estimator() or estimator_of(config.algo)
     size, group = 1 + branches, config.group_size
     if config.branches:
         yield (

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from torchrl_llm import keys
-from torchrl_llm.objectives import TurnPolicyLoss, total, write_loss_weights
+from torchrl_llm.objectives import TurnLoss, total, write_loss_weights
 
 Response = tuple[int, ...]
 
@@ -172,7 +172,7 @@ def relative_error(gradient: Tensor, truth: Tensor) -> float:
     return float((gradient - truth).norm() / truth.norm())
 
 
-def batch_gradient(loss_module: TurnPolicyLoss, batch: TensorDictBase) -> Tensor:
+def batch_gradient(loss_module: TurnLoss, batch: TensorDictBase) -> Tensor:
     """What one optimizer step climbs: minus the gradient ``[P]`` of the loss for the actor, on one
     whole batch.
 
@@ -209,10 +209,11 @@ class EnumerableMDP:
         Is leave-one-out unbiased in groups of two? And divided by the response's length?
 
         >>> from torchrl_llm.modules import TokenScorer
-        >>> from torchrl_llm.objectives import LLMGRPOLoss
+        >>> from torchrl_llm.objectives import GroupRelative, LLMGRPOLoss
         >>> mdp, actor = EnumerableMDP(), TokenScorer(tiny_lm(seed=0))
         >>> def error(**weighting):
-        ...     loss = LLMGRPOLoss(actor, baseline="leave_one_out", scale="none", kl_coeff=0.0, **weighting)
+        ...     estimator = GroupRelative(baseline="leave_one_out", scale="none")
+        ...     loss = LLMGRPOLoss(actor, estimator=estimator, kl_coeff=0.0, **weighting)
         ...     return relative_error(mdp.expected_gradient(loss, size=2, same_task=True), mdp.policy_gradient(actor))
         >>> error(weighting="constant", weight_constant=1.0) < 1e-6
         True
@@ -351,7 +352,7 @@ class EnumerableMDP:
 
     def expected_gradient(
         self,
-        loss_module: TurnPolicyLoss,
+        loss_module: TurnLoss,
         size: int = 1,
         *,
         same_task: bool = False,

@@ -27,7 +27,7 @@ from torchrl_llm.envs import GEMEnv
 from torchrl_llm.functional import turn_first
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, TurnCritic
 from torchrl_llm.modules.lm import embedding_of
-from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
+from torchrl_llm.objectives import GroupRelative, LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, ReBN, TurnGAE, TurnLoss
 from torchrl_llm.testing.environments import Step
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import random_model
@@ -185,7 +185,7 @@ PROBES: tuple[type[Probe], ...] = (
 )
 """The probes, in the order in which to read their failures."""
 
-MakeLoss = Callable[[TokenScorer, TurnCritic, float], TurnPolicyLoss]
+MakeLoss = Callable[[TokenScorer, TurnCritic, float], TurnLoss]
 """``(actor, critic, gamma) -> loss``; a loss without a critic leaves it aside."""
 
 OPTIONS: dict[str, Any] = {"kl_coeff": 0.0, "entropy_coeff": 0.01}
@@ -193,9 +193,11 @@ OPTIONS: dict[str, Any] = {"kl_coeff": 0.0, "entropy_coeff": 0.01}
 entropy."""
 
 ALGORITHMS: dict[str, MakeLoss] = {
-    "LLMPPO": lambda actor, critic, gamma: LLMPPOLoss(actor, critic, gamma=gamma, clip_value=None, **OPTIONS),
-    "LLMREINFORCE": lambda actor, critic, gamma: LLMReinforceLoss(actor, gamma=gamma, **OPTIONS),
-    "GRPO": lambda actor, critic, gamma: LLMGRPOLoss(actor, gamma=gamma, **OPTIONS),
+    "LLMPPO": lambda actor, critic, gamma: LLMPPOLoss(
+        actor, critic, clip_value=None, **OPTIONS, estimator=TurnGAE(gamma=gamma)
+    ),
+    "LLMREINFORCE": lambda actor, critic, gamma: LLMReinforceLoss(actor, **OPTIONS, estimator=ReBN(gamma=gamma)),
+    "GRPO": lambda actor, critic, gamma: LLMGRPOLoss(actor, **OPTIONS, estimator=GroupRelative(gamma=gamma)),
 }
 """The library's losses as the probes try them."""
 

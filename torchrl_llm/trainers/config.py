@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from torchrl_llm.objectives import TurnEstimator, TurnPolicyLoss
+from torchrl_llm.objectives import TurnEstimator, TurnLoss
 from torchrl_llm.objectives.checks import wrong_penalty
 from torchrl_llm.utils.options import (
     Checked,
@@ -44,9 +44,9 @@ class TrainerConfig(Checked):
     max_tokens: Count | None = None
     """Tokens (padding included) of one forward and backward pass. It bounds memory and never
     changes the gradient. Rows are not cut: those that share may have an eighth more than the
-    longest. None takes a number for the shapes of the model and the kind of device, whatever the
-    memory of the machine: the power of two up to 16384 whose activations take about 4 GiB on a CPU,
-    8 GiB on a GPU, and at least max_model_len. A resumed run keeps its number. (LLMTrainer, made
+    longest. None takes a number for the shapes of the model and the device, whatever the memory of
+    the machine: the power of two up to 16384 whose activations take about 4 GiB on a CPU, a quarter
+    of a GPU's memory; and at least max_model_len. A resumed run keeps its number. (LLMTrainer, made
     without build_run, takes 16384.)"""
     old_log_probs: OldLogProbs = "auto"
     """The denominator of ratios: the "sampler"'s log-probs, or those that the "scorer" gives the
@@ -139,9 +139,7 @@ class TrainerConfig(Checked):
             )
 
 
-def wrong_settings(
-    config: TrainerConfig, loss: TurnPolicyLoss, *, num_groups: int, max_output_tokens: int
-) -> Iterator[str]:
+def wrong_settings(config: TrainerConfig, loss: TurnLoss, *, num_groups: int, max_output_tokens: int) -> Iterator[str]:
     """What is wrong with settings of the loop for the parts of a trainer, and what to do.
 
     Args:
@@ -179,12 +177,12 @@ def wrong_settings(
             "max_output_tokens."
         )
     yield from wrong_penalty(config.overlong_penalty, estimator)
-    corrects = loss.sampler_correction or (estimator is not None and estimator.corrects_sampler)
+    corrects = loss.corrects_sampler or (estimator is not None and estimator.corrects_sampler)
     if config.old_log_probs == "sampler" and corrects:
         yield NOTHING_TO_CORRECT
 
 
-def wrong_warmup(config: TrainerConfig, loss: TurnPolicyLoss, *, num_groups: int) -> Iterator[str]:
+def wrong_warmup(config: TrainerConfig, loss: TurnLoss, *, num_groups: int) -> Iterator[str]:
     """What keeps ``config.critic_warmup`` from warming up a critic, and what to do; arguments as in
     :func:`wrong_settings`."""
     warmup = config.critic_warmup

@@ -14,7 +14,7 @@ from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_llm import data, keys
 from torchrl_llm.modules.positions import prefix_cost
-from torchrl_llm.objectives import TurnEstimator, TurnPolicyLoss
+from torchrl_llm.objectives import TurnEstimator, TurnLoss
 from torchrl_llm.trainers.config import TrainerConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.utils.options import ConfigError
@@ -61,7 +61,7 @@ class Credit:
 
     def __init__(
         self,
-        loss: TurnPolicyLoss,
+        loss: TurnLoss,
         reference: TensorDictModuleBase | None = None,
         *,
         config: TrainerConfig | None = None,
@@ -168,8 +168,8 @@ class Credit:
             return False
         if self.config.old_log_probs == "sampler":
             needs = 'old_log_probs="sampler" takes ratios against them: set "auto", which scores the old ones'
-        elif loss.sampler_correction is not None:
-            needs = f"sampler_correction={loss.sampler_correction!r} corrects for them: leave it out"
+        elif loss.corrects_sampler:
+            needs = "sampler_correction corrects for them: leave it out"
         elif self.corrects_sampler:
             needs = f"{type(loss.value_estimator).__name__} corrects for them: choose another estimator"
         if needs is not None:

@@ -33,7 +33,7 @@ from torchrl_llm.metrics.rollouts import CREDIT_KEYS, ROLLOUT_KEYS
 from torchrl_llm.modules import TokenScorer
 from torchrl_llm.modules.kernels import Numerics
 from torchrl_llm.modules.policy import TurnPolicy
-from torchrl_llm.objectives import TurnPolicyLoss
+from torchrl_llm.objectives import TurnLoss
 from torchrl_llm.trainers import schedule
 from torchrl_llm.trainers.callbacks import Callback, RunStore
 from torchrl_llm.trainers.config import TrainerConfig, wrong_settings
@@ -114,7 +114,7 @@ class LLMTrainer:
     collector = Fixed[BaseCollector]()
     config = Fixed[TrainerConfig]()
     distributed = Fixed[Distributed]("LLMTrainer(accelerator=...)")
-    loss = Fixed[TurnPolicyLoss]("build_run(config, make_loss=...), or LLMTrainer(loss=...)")
+    loss = Fixed[TurnLoss]("build_run(config, make_loss=...), or LLMTrainer(loss=...)")
     module = Fixed[torch.nn.Module]("it wraps the loss of LLMTrainer(loss=...)", at="updater.module")
     optimizer = Fixed[torch.optim.Optimizer](at="updater.optimizer")
     policy = Fixed[TurnPolicy]()
@@ -128,7 +128,7 @@ class LLMTrainer:
         collector: BaseCollector,
         replay_buffer: ReplayBuffer,
         policy: TurnPolicy,
-        loss: TurnPolicyLoss,
+        loss: TurnLoss,
         optimizer: torch.optim.Optimizer,
         config: TrainerConfig,
         reference: TokenScorer | None = None,

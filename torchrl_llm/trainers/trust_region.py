@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl_llm import data, keys
 from torchrl_llm.functional import kl_estimate
 from torchrl_llm.modules.positions import prefix_cost
-from torchrl_llm.objectives import TurnPolicyLoss
+from torchrl_llm.objectives import TurnLoss
 from torchrl_llm.trainers.config import MOST_TOKENS
 from torchrl_llm.trainers.distributed import Distributed
 
@@ -55,7 +55,7 @@ class TrustRegion:
 
     def __init__(
         self,
-        loss: TurnPolicyLoss,
+        loss: TurnLoss,
         optimizer: torch.optim.Optimizer,
         rows: TensorDictBase,
         target: float,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchrl_llm import data, keys
 from torchrl_llm.metrics.rollouts import checked_metrics, loss_metric
 from torchrl_llm.modules.positions import prefix_cost
-from torchrl_llm.objectives import TurnPolicyLoss, total, write_loss_weights
+from torchrl_llm.objectives import TurnLoss, total, write_loss_weights
 from torchrl_llm.objectives.steps import GROUPS, check_optimizer, clip_gradients
 from torchrl_llm.trainers.config import TrainerConfig, wrong_warmup
 from torchrl_llm.trainers.distributed import Distributed
@@ -85,7 +85,7 @@ class Update:
 
     def __init__(
         self,
-        loss: TurnPolicyLoss,
+        loss: TurnLoss,
         optimizer: torch.optim.Optimizer,
         distributed: Distributed | None = None,
         *,

@@ -115,8 +115,8 @@ def load_engine(
         **engine_args: passed to ``vllm.LLM``.
 
     Raises:
-        ValueError: a GPU has less memory free than its share, or ``sleep_mode`` where vLLM's
-            engines cannot sleep.
+        ValueError: a GPU has less memory free than its share; ``sleep_mode`` where vLLM's engines
+            cannot sleep; or adapters in float32 on a GPU.
     """
     vllm = import_vllm()
     from vllm.platforms import current_platform
@@ -128,6 +128,12 @@ def load_engine(
             "GPUs, pip install 'torchrl-llm[vllm]'."
         )
     cpu = current_platform.is_cpu()
+    if max_lora_rank and not cpu and dtype in ("float32", "float", torch.float32):
+        raise ValueError(
+            f"max_lora_rank is {max_lora_rank} and dtype is float32, and vLLM's kernels for adapters on GPUs compute in 16 bits: "
+            "expected dtype 'bfloat16' (engine_dtype in the settings of a run), or max_lora_rank=0 and merged weights (weight_sync "
+            "'shared_memory')."
+        )
     args: dict[str, Any] = {
         "dtype": dtype,
         "max_model_len": max_model_len,

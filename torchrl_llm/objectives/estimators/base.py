@@ -8,11 +8,11 @@ statistics must cover all of it.
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 from torchrl.objectives.value import ValueEstimatorBase
@@ -20,63 +20,8 @@ from torchrl.objectives.value import ValueEstimatorBase
 from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.utils.options import Checked, Count, Idle, NonNegative, Positive, Share
-
-Granularity = Literal["turn", "token", "auto"]
-"""What a step of credit is; "auto": a token in an environment of one turn, and a turn in all
-others."""
-
-
-def step_of(granularity: Granularity, single_turn: bool | None) -> Literal["turn", "token"]:
-    """The step that ``granularity`` means.
-
-    Raises:
-        ValueError: it is ``"auto"``, and ``single_turn`` is None.
-    """
-    if granularity != "auto":
-        return granularity
-    if single_turn is None:
-        raise ValueError('granularity="auto" needs single_turn: whether the environment only asks for one turn.')
-    return "token" if single_turn else "turn"
-
-
-GRANULARITY_IDLE = (
-    Idle(("discounted_objective",), {"granularity": ("token",), "gamma": (None,)}, "discount (gamma below 1)"),
-    Idle(("single_turn",), {"granularity": ("turn", "token")}, 'set granularity to "auto"'),
-)
-"""Options that do nothing with some of ``granularity``, in estimators whose default of ``gamma`` is
-1 per token."""
-
-
-class RowReader:
-    """Base class of losses and estimators: reads rows ``[B]`` by the names in ``_AcceptedKeys``;
-    errors name what is missing."""
-
-    tensor_keys: Any
-
-    def _get(self, tensordict: TensorDictBase, name: str, hint: str = "") -> Tensor:
-        key = getattr(self.tensor_keys, name)
-        value = tensordict.get(key, None)
-        if value is None:
-            raise KeyError(f"{type(self).__name__} needs {key!r}, which is not in the batch. {hint}".rstrip())
-        return value
-
-    def _frozen(self, tensordict: TensorDictBase, name: str, hint: str = "") -> Tensor:
-        """A value ``[B, L]`` without gradient, 0 off actions."""
-        action = self._get(tensordict, "turn_ids") >= 0
-        return torch.where(action, self._get(tensordict, name, hint).detach(), 0.0)
-
-    def _old_name(self, tensordict: TensorDictBase) -> str:
-        """Which log-prob is the old policy's: ``"old_log_prob"`` if it was scored, else
-        ``"sample_log_prob"``."""
-        scored = tensordict.get(self.tensor_keys.old_log_prob, None) is not None
-        return "old_log_prob" if scored else "sample_log_prob"
-
-    def _inputs(self, network: TensorDictModuleBase, tensordict: TensorDictBase) -> TensorDict:
-        """Copy the network's inputs into a new tensordict, so that the caller's is not written
-        to."""
-        rows = self._get(tensordict, "turn_ids").shape[:1]
-        return TensorDict({key: tensordict.get(key) for key in network.in_keys}, batch_size=rows)
+from torchrl_llm.objectives.estimators.rows import RowReader, check_finite, check_ids
+from torchrl_llm.utils.options import Checked, ConfigError, Count, Idle, NonNegative, Positive, Share, options_of
 
 
 # eq=False: a dataclass with == has no hash, which torch.nn.Module.modules() needs. repr=False keeps
@@ -172,15 +117,49 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
     # torch.nn.Module takes modules as attributes only after its own constructor: hence not a field.
     value_network: InitVar[TensorDictModuleBase | None] = field(default=None, kw_only=False)
     gamma: Share = 1.0
+    """Discount per turn."""
     kl_coeff: NonNegative = 0.0
     discounted_objective: bool = False
+    """Weigh turn k by gamma^k, as the gradient of the discounted return does."""
     clip_advantage: Positive | None = None
+    """Bound on the absolute value of advantages; None sets none."""
     process_group: dist.ProcessGroup | None = None
     value_chunk_size: Count | None = None
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__init__(value_network=value_network, value_chunk_size=self.value_chunk_size)
         self.kl_fraction = 1.0  # of kl_coeff; the loss sets it
+        # What the loss gave to it.
+        self._serves: tuple[TensorDictModuleBase | None, float] | None = None
+
+    def serve(self, critic: TensorDictModuleBase | None, kl_coeff: float) -> None:
+        """Take what the loss has for its estimator.
+
+        Args:
+            critic: the values of states are its, if the estimator has no critic of its own.
+            kl_coeff: weight of the KL that the loss leaves to the rewards; 0: none. An estimator
+                that takes no KL is left as it is.
+
+        Raises:
+            ConfigError: the estimator has another ``kl_coeff``, or serves a loss with another
+                critic or ``kl_coeff``.
+        """
+        if self._serves is not None and not (self._serves[0] is critic and self._serves[1] == kl_coeff):
+            raise ConfigError(
+                f"This {type(self).__name__} serves another loss, with a critic or a kl_coeff of its own: give each loss its own estimator."
+            )
+        self._serves = critic, kl_coeff
+        if self.value_network is None:
+            # as TorchRL has it: the loss owns its parameters
+            self.__dict__["value_network"] = critic
+        if not kl_coeff or "kl_coeff" not in options_of(type(self)):
+            return
+        if self.kl_coeff not in (0, kl_coeff):
+            raise ConfigError(
+                f"{type(self).__name__} has kl_coeff={self.kl_coeff}, and the loss leaves its KL to the reward with kl_coeff={kl_coeff}: "
+                "give it to one of them."
+            )
+        self.kl_coeff = kl_coeff
 
     @property
     def takes_kl(self) -> bool:
@@ -229,7 +208,8 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         """Write advantages and value targets into ``tensordict`` (rows, ``[B]``) and return it."""
         if params is not None or target_params is not None:
             raise ValueError(f"{type(self).__name__} runs plain modules; params and target_params must be None.")
-        self._check_ids(tensordict)
+        group_id = self._get(tensordict, "group_id") if "group_id" in self._reads else None
+        check_ids(tensordict, self._get(tensordict, "turn_ids"), group_id)
         self._check_trees(tensordict)
         self._check_finished(tensordict)
         rows = tensordict
@@ -238,7 +218,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
             # In a shallow copy: in the batch itself, a second estimate would subtract the KL again.
             rows = tensordict.copy().set(self.tensor_keys.reward, reward)
         credit = self._complete(tensordict, self.estimate(rows))
-        self._check_finite(tensordict, credit)
+        check_finite(type(self).__name__, self._numbers(tensordict, credit))
         for name, value in credit.items():
             tensordict.set(getattr(self.tensor_keys, name), value)
         return tensordict
@@ -305,17 +285,6 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
             advantage = advantage * F.discount(taken, self.gamma).to(advantage.dtype)
         return advantage
 
-    def _check_ids(self, tensordict: TensorDictBase) -> None:
-        """Refuse rows whose ids collide, where the batch has ids: credit would mix unrelated
-        episodes."""
-        episode_id = tensordict.get(keys.EPISODE_ID, None)
-        fault = None if episode_id is None else F.episode_fault(episode_id)
-        if fault is None and "group_id" in self._reads:
-            compared = (tensordict.get(key, None) for key in (keys.ENV_ID, keys.TOKENS, self.tensor_keys.turn_ids))
-            fault = F.group_fault(self._get(tensordict, "group_id"), *compared)
-        if fault is not None:
-            raise ValueError(fault)
-
     def _check_trees(self, tensordict: TensorDictBase) -> None:
         if not self.takes_trees and tensordict.get(self.tensor_keys.tree_id, None) is not None:
             raise ValueError(
@@ -333,30 +302,15 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
                 "truncated. Credit needs finished episodes: collect whole episodes."
             )
 
-    def _numbers(self, tensordict: TensorDictBase, credit: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        """The numbers that were read and found, and where each counts, by their names in
-        ``_AcceptedKeys``; inputs come first."""
+    def _numbers(self, tensordict: TensorDictBase, credit: dict[str, Tensor]) -> dict[NestedKey, tuple[Tensor, Tensor]]:
+        """The numbers that were read and found, and where each counts, by key; inputs come
+        first."""
         action, mask = self._get(tensordict, "turn_ids") >= 0, self._get(tensordict, "mask")
         cut = self._at_end(tensordict, "truncated") & ~self._at_end(tensordict, "terminated")
         penalized = {self._old_name(tensordict), "ref_log_prob"} if self.kl_coeff and self.kl_fraction else set()
         read = penalized.union(self._reads)
         inputs = {"reward": mask} | dict.fromkeys(("old_log_prob", "sample_log_prob", "ref_log_prob"), action)
         found = {"value": action, "bootstrap_value": cut, "advantage": action, "value_target": action}
-        return {name: (self._get(tensordict, name), place) for name, place in inputs.items() if name in read} | {
-            name: (credit[name], place) for name, place in found.items() if name in credit
-        }
-
-    def _check_finite(self, tensordict: TensorDictBase, credit: dict[str, Tensor]) -> None:
-        """Refuse NaN and infinite numbers: they would pass as equal scores, or hide their cause
-        until the step."""
-        numbers = self._numbers(tensordict, credit)
-        wrong = {
-            name: (~value.isfinite() & place).unsqueeze(-1).flatten(1).any(1)
-            for name, (value, place) in numbers.items()
-        }
-        if bool(torch.stack([*wrong.values()]).any()):  # one wait for the device
-            name, rows = next((name, rows.nonzero().flatten().tolist()) for name, rows in wrong.items() if rows.any())
-            raise ValueError(
-                f"{type(self).__name__}: {getattr(self.tensor_keys, name)!r} of row(s) {rows} is NaN or infinite, and nothing can be learned "
-                "from it. Correct what computes it."
-            )
+        numbers = {name: (self._get(tensordict, name), place) for name, place in inputs.items() if name in read}
+        numbers |= {name: (credit[name], place) for name, place in found.items() if name in credit}
+        return {getattr(self.tensor_keys, name): number for name, number in numbers.items()}

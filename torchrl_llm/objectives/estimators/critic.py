@@ -12,7 +12,8 @@ from torch import Tensor
 
 from torchrl_llm import functional as F
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives.estimators.base import GRANULARITY_IDLE, Granularity, TurnEstimator, step_of
+from torchrl_llm.objectives.estimators.base import TurnEstimator
+from torchrl_llm.objectives.estimators.granularity import GRANULARITY_IDLE, Granularity, step_of
 from torchrl_llm.utils.options import NonNegative, Share
 
 
@@ -106,11 +107,17 @@ class TurnGAE(CriticEstimator):
     takes_trees = True
 
     gamma: Share | None = None  # type: ignore[assignment]
+    """Discount per turn."""
     lmbda: Share = 0.95
+    """Lambda of the turn-level GAE."""
     granularity: Granularity = "turn"  # type: ignore[misc]
+    """Credit per "turn" or per "token"; "auto" is per token where the environment ends every
+    episode with its first response."""
     single_turn: bool | None = None
     value_reduction: F.ValueReduction = "first"  # type: ignore[misc]
+    """The value of a turn: "first" (unbiased), "mean" or "last"."""
     whiten: bool = True
+    """Whiten the advantages over the batch."""
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__post_init__(value_network)

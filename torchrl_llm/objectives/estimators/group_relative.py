@@ -102,12 +102,23 @@ class GroupRelative(ReturnEstimator):
     _reads = (*ReturnEstimator._reads, "group_id")
 
     credit: Credit = "episode"
+    """Compare the returns of the "episode", those from each "turn" on, or those from each "state"
+    on."""
     state: str = "prefix"
+    """With credit="state", what turns share: the "prefix", the "observation", or the text of an
+    extra, by its name."""
     fallback: F.Fallback = "turn"
+    """A turn whose state no other episode was in is compared with the others at the same "turn", or
+    keeps its "return"."""
     baseline: F.Baseline = "mean"
+    """The group's "mean", or "leave_one_out" (with scale="none")."""
     scale: F.Scale = "std"
+    """Divide by the group's "std", that of the "batch", the group's "mean" (MaxRL), or "none"."""
     components: dict[str, float] | None = None
+    """Further rewards, extras with their weights, each compared by itself and added: {format:
+    0.5}."""
     whiten: bool = False
+    """Whiten the advantages over the batch."""
     ddof: Natural = 1
     eps: NonNegative = 1e-6
     group_size: Count | None = None

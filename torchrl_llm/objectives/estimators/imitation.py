@@ -53,10 +53,17 @@ class ImitationWeights(TurnEstimator):
     _reads: ClassVar[tuple[str, ...]] = (*TurnEstimator._reads, "success")
 
     imitate: Imitated = "all"
+    """Imitate "all" turns, turns of episodes that ended in "success", or each with the weight of
+    its "return"."""
     min_return: Finite | None = None
+    """Do not imitate turns whose return from there on is less; None sets no bound."""
     gamma: Share = 1.0
-    # No argument: a weight of 0 or 1 has no place for a KL, and a return less a KL may be negative.
+    """Discount per turn."""
+    # No arguments: a weight of 0 or 1 has no place for a KL, and a return less a KL may be
+    # negative.
     kl_coeff: float = field(init=False, default=0.0)
+    discounted_objective: bool = field(init=False, default=False)
+    clip_advantage: float | None = field(init=False, default=None)
 
     @property
     def reads_rewards(self) -> bool:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from torchrl_llm import functional as F
 from torchrl_llm import keys
-from torchrl_llm.objectives.estimators.base import GRANULARITY_IDLE, Granularity, TurnEstimator, step_of
+from torchrl_llm.objectives.estimators.base import TurnEstimator
+from torchrl_llm.objectives.estimators.granularity import GRANULARITY_IDLE, Granularity, step_of
 from torchrl_llm.utils.options import Natural, NonNegative, Share
 
 Population = Literal["batch", "none"]
@@ -62,6 +63,8 @@ class ReturnEstimator(TurnEstimator):
     """
 
     potential: str | None = None
+    """Shape rewards by this extra, the potential of the state before each turn: a baseline of
+    returns."""
 
     @property
     def takes_kl(self) -> bool:
@@ -139,11 +142,15 @@ class ReBN(ReturnEstimator):
     takes_trees = True
 
     gamma: Share | None = None  # type: ignore[assignment]
+    """Discount per turn."""
     granularity: Granularity = "turn"  # type: ignore[misc]
+    """Credit per "turn" or per "token"; "auto" is per token where the environment ends every
+    episode with its first response."""
     single_turn: bool | None = None
     ddof: Natural = 1
     eps: NonNegative = 1e-8
     normalize_over: Population = "batch"
+    """Normalize returns over the "batch", or "none"."""
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__post_init__(value_network)

@@ -1,0 +1,86 @@
+"""How losses and estimators read rows: :class:`RowReader`; ids and numbers that estimators refuse:
+:func:`check_ids`, :func:`check_finite`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from torchrl_llm import functional as F
+from torchrl_llm import keys
+from torchrl_llm.keys import NestedKey
+
+
+class RowReader:
+    """Base class of losses and estimators: reads rows ``[B]`` by the names in ``_AcceptedKeys``;
+    errors name what is missing."""
+
+    tensor_keys: Any
+
+    def _get(self, tensordict: TensorDictBase, name: str, hint: str = "") -> Tensor:
+        key = getattr(self.tensor_keys, name)
+        value = tensordict.get(key, None)
+        if value is None:
+            raise KeyError(f"{type(self).__name__} needs {key!r}, which is not in the batch. {hint}".rstrip())
+        return value
+
+    def _frozen(self, tensordict: TensorDictBase, name: str, hint: str = "") -> Tensor:
+        """A value ``[B, L]`` without gradient, 0 off actions."""
+        action = self._get(tensordict, "turn_ids") >= 0
+        return torch.where(action, self._get(tensordict, name, hint).detach(), 0.0)
+
+    def _old_name(self, tensordict: TensorDictBase) -> str:
+        """Which log-prob is the old policy's: ``"old_log_prob"`` if it was scored, else
+        ``"sample_log_prob"``."""
+        scored = tensordict.get(self.tensor_keys.old_log_prob, None) is not None
+        return "old_log_prob" if scored else "sample_log_prob"
+
+    def _inputs(self, network: TensorDictModuleBase, tensordict: TensorDictBase) -> TensorDict:
+        """Copy the network's inputs into a new tensordict, so that the caller's is not written
+        to."""
+        rows = self._get(tensordict, "turn_ids").shape[:1]
+        return TensorDict({key: tensordict.get(key) for key in network.in_keys}, batch_size=rows)
+
+
+def check_ids(rows: TensorDictBase, turn_ids: Tensor, group_id: Tensor | None) -> None:
+    """Refuse rows ``[B]`` whose ids collide: credit would mix unrelated episodes.
+
+    Args:
+        rows: of a batch, with ids of episodes or without.
+        turn_ids: ``[B, L]``, of the rows.
+        group_id: ``[B]``, if rows of one group are compared.
+
+    Raises:
+        ValueError: an episode is there twice, or episodes of different tasks share a group.
+    """
+    episode_id = rows.get(keys.EPISODE_ID, None)
+    fault = None if episode_id is None else F.episode_fault(episode_id)
+    if fault is None and group_id is not None:
+        fault = F.group_fault(group_id, rows.get(keys.ENV_ID, None), rows.get(keys.TOKENS, None), turn_ids)
+    if fault is not None:
+        raise ValueError(fault)
+
+
+def check_finite(name: str, numbers: dict[NestedKey, tuple[Tensor, Tensor]]) -> None:
+    """Refuse NaN and infinite numbers: they would pass as equal scores, or hide their cause until
+    the step.
+
+    Args:
+        name: of the estimator, for messages.
+        numbers: ``[B, ...]`` by key, each with a mask of where it counts.
+
+    Raises:
+        ValueError: a number is NaN or infinite where it counts; the first in ``numbers`` is named.
+    """
+    wrong = {
+        key: (~value.isfinite() & place).unsqueeze(-1).flatten(1).any(1) for key, (value, place) in numbers.items()
+    }
+    if bool(torch.stack([*wrong.values()]).any()):  # one wait for the device
+        key, rows = next((key, rows.nonzero().flatten().tolist()) for key, rows in wrong.items() if rows.any())
+        raise ValueError(
+            f"{name}: {key!r} of row(s) {rows} is NaN or infinite, and nothing can be learned from it. Correct what computes it."
+        )
