@@ -1,6 +1,7 @@
 """Where parts run and how large: device, models of random weights, the game that they play, and
 runs of it."""
 
+import math
 import random
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,9 +17,10 @@ from torchrl_llm.runs import RunConfig, build_run
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
 TURNS = 3
-STOP = 32
-"""One id in so many ends an answer: answers of random models are ragged then, and ``STOP`` tokens
-long on average."""
+STOP, MOST_STOPS = 32, 120
+"""A token in ``STOP`` ends an answer: answers of random models are ragged then. Of the vocabulary
+at most ``MOST_STOPS`` ids do, because vLLM knows no more than 128; they are likelier in exchange
+(:func:`make_stops_likely`)."""
 
 
 def qwen(hidden: int, width: int, layers: int, heads: int, kv_heads: int, **more: Any) -> partial[PreTrainedConfig]:
@@ -101,6 +103,25 @@ def text_of(length: int, seed: str) -> str:
     return "".join(draw.choices("abcdefgh ", k=draw.randint(length * 6 // 10, length * 14 // 10)))
 
 
+def stop_ids(vocabulary: int) -> list[int]:
+    """The ids that end an answer: no bytes, of a vocabulary that has many."""
+    few = vocabulary // STOP
+    return [*range(2, vocabulary, STOP)] if few <= MOST_STOPS else [*range(300, 300 + MOST_STOPS)]
+
+
+def make_stops_likely(model: torch.nn.Module) -> None:
+    """Scale the rows of :func:`stop_ids` in the head of a new model, where they are too few, until
+    a token in ``STOP`` is one of them: logits of new models are normal, by their initial range and
+    width, so that a wider row is likelier."""
+    config = model.config
+    vocabulary, ids = config.vocab_size, stop_ids(config.vocab_size)
+    spread = config.initializer_range * math.sqrt(config.hidden_size)
+    missing = math.log(vocabulary / (STOP * len(ids)))
+    if missing > 0.1:
+        with torch.no_grad():
+            model.get_output_embeddings().weight[ids] *= math.sqrt(spread**2 + 2 * missing) / spread
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where and how large: the device, whether shapes are tiny, and a folder."""
@@ -135,6 +156,7 @@ class Place:
             with torch.random.fork_rng(devices=[0] if self.on_gpu else []), torch.device(self.device):
                 torch.manual_seed(0)
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            make_stops_likely(model)
             model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
             model.save_pretrained(path)
             tokenizer.save_pretrained(path)
@@ -187,6 +209,6 @@ def groups(
         "max_model_len": length,
         "max_output_tokens": answer,
         "min_output_tokens": min(least, answer),
-        "stop_ids": [*range(2, vocabulary, STOP)],
+        "stop_ids": stop_ids(vocabulary),
         "env": partial(Scored, prompt, feedback),
     }

@@ -51,7 +51,8 @@ class VLLMPolicy(TurnPolicy):
     the model's ``generation_config`` but its list of end tokens. The noise is vLLM's own, so the
     two policies sample different responses from the same distribution. Three differences: with
     greedy decoding the log-prob is that at temperature 1 and without truncation; ``min_p`` is
-    applied before ``top_k`` and ``top_p``; temperatures below 0.01 or above 2 are refused.
+    applied before ``top_k`` and ``top_p``; temperatures below 0.01 or above 2 are refused, and on a
+    GPU more than 128 ``stop_ids`` beside a ``min_output_tokens``.
 
     Batches are continuous: :meth:`submit` hands a turn to the engine at once, :meth:`poll` takes
     one step of the engine. Calls, polls and weight updates may come from several threads; each has
@@ -111,7 +112,7 @@ class VLLMPolicy(TurnPolicy):
         super().__init__(sampling or SamplingConfig(), seed=seed)
         self._vllm = start.import_vllm()
         # Before the engine is started, which takes seconds to minutes.
-        start.check_temperature(self.sampling.temperature)
+        start.check_sampling(self.sampling, on_gpu=start.on_gpu())
         self._owned = isinstance(engine, str | Path)
         if engine_args and not self._owned:
             raise ValueError(f"{sorted(engine_args)} are settings of a new engine, but a live one was given.")

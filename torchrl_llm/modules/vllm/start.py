@@ -20,12 +20,14 @@ import torch
 from transformers import AutoConfig
 
 from torchrl_llm.modules.checks import check_size
+from torchrl_llm.modules.sampling import SamplingConfig
 from torchrl_llm.utils.interrupts import children_ignore_sigint
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has kernels for these
 # vLLM raises lower ones to the first, and refuses those above the second
 _TEMPERATURES = (0.01, 2.0)
+_MOST_STOP_IDS = 128  # of its sampler on GPUs, while a response is shorter than min_tokens
 _TIMEOUT = 600.0  # seconds, of a step and of the lock; a step or a weight update takes far less
 
 
@@ -57,6 +59,13 @@ def import_vllm() -> Any:
     import vllm
 
     return vllm
+
+
+def on_gpu() -> bool:
+    """Whether the vLLM that is installed runs on GPUs."""
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()
 
 
 def load_engine(
@@ -127,7 +136,7 @@ def load_engine(
             "expected vLLM for GPUs. Leave sleep_mode out: it only gives a GPU's memory to the trainer in turns; or install vLLM for "
             "GPUs, pip install 'torchrl-llm[vllm]'."
         )
-    cpu = current_platform.is_cpu()
+    cpu = not on_gpu()
     if max_lora_rank and not cpu and dtype in ("float32", "float", torch.float32):
         raise ValueError(
             f"max_lora_rank is {max_lora_rank} and dtype is float32, and vLLM's kernels for adapters on GPUs compute in 16 bits: "
@@ -273,13 +282,35 @@ def environment(variables: Mapping[str, str], *others: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def check_temperature(temperature: float) -> None:
-    """Refuse a temperature at which vLLM does not sample."""
+def check_sampling(sampling: SamplingConfig, *, on_gpu: bool) -> None:
+    """Refuse what vLLM does not sample: it would end the engine at the first request.
+
+    Args:
+        sampling: how responses are sampled.
+        on_gpu: whether the engine is on a GPU.
+
+    Raises:
+        ValueError: the temperature is out of vLLM's range, or a GPU's engine would have to keep
+            more than 128 stop ids from being sampled.
+
+    Examples:
+        >>> check_sampling(SamplingConfig(min_output_tokens=1, stop_ids=tuple(range(200))), on_gpu=False)
+        >>> check_sampling(SamplingConfig(min_output_tokens=1, stop_ids=tuple(range(200))), on_gpu=True)
+        Traceback (most recent call last):
+            ...
+        ValueError: stop_ids has 200 ids and min_output_tokens is 1, and on a GPU vLLM keeps at most 128 ids from being sampled: ...
+    """
     low, high = _TEMPERATURES
-    if not low <= temperature <= high:
+    if not low <= sampling.temperature <= high:
         raise ValueError(
-            f"temperature is {temperature}; vLLM samples at {low} to {high}. For greedy decoding use "
+            f"temperature is {sampling.temperature}; vLLM samples at {low} to {high}. For greedy decoding use "
             "ExplorationType.DETERMINISTIC."
+        )
+    ids = len(set(sampling.stop_ids or ()))
+    if on_gpu and sampling.min_output_tokens and ids > _MOST_STOP_IDS:
+        raise ValueError(
+            f"stop_ids has {ids} ids and min_output_tokens is {sampling.min_output_tokens}, and on a GPU vLLM keeps at most "
+            f"{_MOST_STOP_IDS} ids from being sampled: name fewer, or set min_output_tokens to 0."
         )
 
 
