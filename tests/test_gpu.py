@@ -12,6 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from torchrl_llm.modules import SamplingConfig
+from torchrl_llm.modules.vllm.start import check_sampling
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -87,6 +90,21 @@ class TestChecks:
             with pytest.raises(Valid):
                 part()
 
+    def test_answers_end_by_few_ids_as_often_as_by_many(self, gpu):
+        """By more than 128 ids, vLLM's engine on the first GPU died at its first request."""
+        module, vocabulary = gpu["place"], 40_000
+        ids = module.stop_ids(vocabulary)
+        check_sampling(SamplingConfig(min_output_tokens=1, stop_ids=tuple(ids)), on_gpu=True)
+        shape = module.SHAPES["Qwen2.5-0.5B"](vocab_size=vocabulary, num_hidden_layers=1)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(shape)
+        module.make_stops_likely(model)
+        tokens = torch.arange(3, 259).view(4, 64)
+        with torch.no_grad():
+            ends = model(tokens).logits.softmax(-1)[..., ids].sum(-1).mean()
+        assert 0.5 / module.STOP < ends < 2 / module.STOP
+
     def test_bfloat16_that_computes_in_float32_fails(self, gpu, place):
         with pytest.raises(AssertionError, match=r"products were computed in \{.*float32"):
             gpu["checks"].sampler_is_scorer(place, "bfloat16", 2e-2, mixed_precision="no")
@@ -127,7 +145,13 @@ class TestMeasurements:
 
     @pytest.mark.extra
     @pytest.mark.parametrize(
-        "only", ["decode: Qwen2.5-0.5B, 64 rows, LoRA", "attention: a decode", "memory: Qwen2.5-0.5B"]
+        "only",
+        [
+            "decode: Qwen2.5-0.5B, 64 rows, LoRA",
+            "attention: a decode",
+            "memory: Qwen2.5-0.5B",
+            "update: Qwen2.5-1.5B, kernels, shared",
+        ],
     )
     def test_is_reported(self, gpu, tmp_path, only):
         failed, found = report(gpu, tmp_path, "bench", only)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from tensordict import TensorDict, TensorDictBase
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoTokenizer
 
 from benchmarks.gpu.arithmetic import PEAKS, token_operations
@@ -25,6 +26,8 @@ from torchrl_llm.runs.memory import empty_model, memory_estimate
 
 ROUNDS = 3
 """Measured after one of warm-up."""
+LONGEST = 40
+"""Kernels that are named."""
 
 LORA: dict[str, Any] = {"dtype": "bfloat16", "lora_r": 16, "float32_matmul_precision": None}
 FULL: dict[str, Any] = {"lora_r": 0, "mixed_precision": "bf16", "kl_coeff": 0.0, "float32_matmul_precision": None}
@@ -145,6 +148,40 @@ def update(place: Place, model: str, played: dict[str, Any], **settings: Any) ->
         **{f"{name}_share": share for name, share in shares.items()},
         **reached(place, work.operations, seconds),
         **peak_memory(place),
+    }
+
+
+def kernels(place: Place, model: str, played: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """Where the time of scores and updates goes, by PyTorch's profiler: seconds with it, seconds in
+    which kernels ran, their number, and those that took longest with their seconds and number.
+
+    Args:
+        played: arguments of :func:`~benchmarks.gpu.place.groups`.
+    """
+    run = place.run(f"kernels-{model}", **groups(place, model, **played) | LORA | settings)
+    activity = ProfilerActivity.CUDA if place.on_gpu else ProfilerActivity.CPU
+    try:
+        rows = collected(place, run, (model, *sorted(played.items())))
+        run.trainer.learn(rows.clone())
+        place.wait()
+        start = time.perf_counter()
+        with profile(activities=[activity]) as seen:
+            run.trainer.learn(rows.clone())
+            place.wait()
+        seconds = time.perf_counter() - start
+    finally:
+        run.close()
+    # PyTorch counts in microseconds.
+    ran = [
+        (1e-6 * (each.self_device_time_total if place.on_gpu else each.self_cpu_time_total), each.count, each.key)
+        for each in seen.key_averages()
+    ]
+    longest = sorted(ran, reverse=True)[:LONGEST]
+    return {
+        "learn_s": seconds,
+        "kernels_s": sum(each for each, _, _ in ran),
+        "kernels": sum(number for _, number, _ in ran),
+        "longest": {name[:90]: [round(each, 4), number] for each, number, name in longest},
     }
 
 
@@ -289,6 +326,8 @@ def measurements(place: Place) -> dict[str, Part]:
         found[f"decode: {small}, {rows} rows, compiled, LoRA"] = partial(decode, place, small, rows, half, True, True)
     found |= {f"memory: {model}": partial(memory, place, model, 32) for model in (small, middle, large)}
     found |= updates(place, middle, 64)
+    for name, settings in (("shared", {}), ("not shared", {"share_prefixes": False})):
+        found[f"update: {middle}, kernels, {name}"] = partial(kernels, place, middle, {"rows": 64}, **settings)
     shared = {"shared": {}, "not shared": {"share_prefixes": False}, "checkpointing": {"gradient_checkpointing": True}}
     for name, settings in shared.items():
         found[f"update: {large}, {name}"] = partial(update, place, large, {"rows": 16}, **settings)
