@@ -117,8 +117,8 @@ FAULTS = {
     ),
     "the KL in the reward is lost": Fault(
         "objectives/base.py",
-        'estimator.serve(self.critic_network, self.kl_coeff if self.kl_in == "reward" else 0.0)',
-        "estimator.serve(self.critic_network, 0.0)",
+        'penalty = self.kl_coeff if self.kl_in == "reward" else 0.0',
+        "penalty = 0.0",
         "tests/objectives/test_algorithms.py",
     ),
     "the first token of a response is not an action": Fault(

@@ -104,9 +104,9 @@ def text_of(length: int, seed: str) -> str:
 
 
 def stop_ids(vocabulary: int) -> list[int]:
-    """The ids that end an answer: no bytes, of a vocabulary that has many."""
-    few = vocabulary // STOP
-    return [*range(2, vocabulary, STOP)] if few <= MOST_STOPS else [*range(300, 300 + MOST_STOPS)]
+    """The ids that end an answer; of a vocabulary that has many, the end token and no bytes."""
+    ids = range(2, vocabulary, STOP)
+    return [*ids] if len(ids) <= MOST_STOPS else [2, *range(300, 299 + MOST_STOPS)]
 
 
 def make_stops_likely(model: torch.nn.Module) -> None:

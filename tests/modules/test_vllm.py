@@ -321,6 +321,14 @@ class TestErrors:
             with pytest.raises(ValueError, match=r"vLLM samples at 0\.01 to 2\.0"):
                 make(temperature=temperature)
 
+    def test_end_tokens_are_stop_ids_where_answers_have_a_least_length(self, make, words):
+        """vLLM keeps them from being sampled too, and the scorer does not."""
+        other = (words.eos_token_id + 1,)
+        with pytest.raises(ValueError, match=f"stop_ids has no {words.eos_token_id}, an end token of the model"):
+            make(stop_ids=other, min_output_tokens=4)
+        make(stop_ids=other)
+        make(stop_ids=(words.eos_token_id, *other), min_output_tokens=4)
+
     def test_a_foreign_tokenizer_is_refused(self, llm):
         class Larger:
             @staticmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -21,11 +22,17 @@ from torchrl_llm.objectives import (
     NoCredit,
     ReBN,
     TurnGAE,
+    TurnLoss,
     TurnVTrace,
     total,
     write_loss_weights,
 )
 from torchrl_llm.utils.options import ConfigError
+
+
+def _with_keys(estimator, **names):
+    estimator.set_keys(**names)
+    return estimator
 
 
 class TestTorchRL:
@@ -67,6 +74,66 @@ class TestTorchRL:
             LLMPPOLoss(table_actor(), table_critic(), estimator=estimator)
         with pytest.raises(ConfigError, match="TurnGAE serves another loss"):
             LLMPPOLoss(table_actor(), critic, estimator=estimator, kl_in="reward", kl_coeff=0.1)
+
+    def test_keys_set_on_an_estimator_are_the_losss_too(self):
+        # Without what shows that these groups play different tasks.
+        rows = make_rows(LAYOUT, group_size=2).exclude("tokens", "env_id")
+        rows["prompt_id"] = rows["group_id"].roll(1)
+        make = partial(GroupRelative, scale="none", partial="allow")
+        expected = _with_keys(make(), group_id="prompt_id")(rows.clone())["advantage"]
+        assert (expected - make()(rows.clone())["advantage"]).abs().max() > 0.1
+        estimator = _with_keys(make(), group_id="prompt_id", advantage="credit")
+        loss = LLMGRPOLoss(table_actor(), estimator=estimator, kl_coeff=0.0)
+        assert loss.tensor_keys.advantage == "credit"
+        credited = loss.value_estimator(rows.clone())
+        close(credited["credit"], expected)
+        loss(credited)
+        loss.set_keys(advantage="other")
+        assert loss.value_estimator.tensor_keys.advantage == "other"
+        with pytest.raises(
+            ValueError, match="LLMGRPOLoss has the key 'other' as its advantage, and GroupRelative 'credit'"
+        ):
+            loss.make_value_estimator(_with_keys(GroupRelative(partial="allow"), advantage="credit"))
+        assert loss.value_estimator is estimator
+
+    def test_a_refused_estimator_leaves_loss_and_estimator_as_they_were(self):
+        own = ReBN(kl_coeff=0.5)
+        with pytest.raises(ConfigError, match="give it to one of them"):
+            LLMReinforceLoss(table_actor(), estimator=own)
+        assert LLMReinforceLoss(table_actor(), estimator=own, kl_coeff=0.0).value_estimator is own
+        loss = LLMPPOLoss(table_actor(), table_critic(), kl_in="reward", kl_coeff=0.1)
+        before, refused = loss.value_estimator, TurnVTrace()
+        with pytest.raises(ValueError, match="count twice"):
+            loss.make_value_estimator(refused)
+        assert loss.value_estimator is before
+        assert refused.value_network is None
+        assert refused.kl_coeff == 0
+        plain = LLMPPOLoss(table_actor(), table_critic(), clipping="none", estimator=refused)
+        assert plain.value_estimator is refused
+
+    def test_a_loss_made_of_the_base_alone(self):
+        class Likely(TurnLoss):
+            def terms(self, rows, scored):
+                gain = (rows["loss_weight"] * rows["advantage"] * scored["log_prob"]).sum()
+                return super().terms(rows, scored) | {"loss_objective": -gain}
+
+        rows = make_rows(LAYOUT)
+        with pytest.raises(TypeError, match="Likely has no estimator of its own: give it estimator="):
+            Likely(table_actor())
+        loss = Likely(table_actor(), estimator=ReBN())
+        close(loss(loss.value_estimator(rows.clone()))["weight"], torch.tensor(1.0).to(rows["theta"]))
+
+    def test_options_of_estimators_are_told_from_unknown_ones(self):
+        with pytest.raises(
+            TypeError, match=r"lmbda=0.5 is of the estimator: give LLMPPOLoss estimator=TurnGAE\(lmbda=0.5\)"
+        ):
+            LLMPPOLoss(table_actor(), table_critic(), lmbda=0.5)
+        with pytest.raises(TypeError, match=r"no option 'lmbda', nor has its estimator, ReBN; TurnGAE.* have it"):
+            LLMPPOLoss(table_actor(), table_critic(), estimator=ReBN(), lmbda=0.5)
+        with pytest.raises(TypeError, match=r"no option 'granularity', nor has its estimator, GroupRelative; .*ReBN"):
+            LLMGRPOLoss(table_actor(), granularity="token")
+        with pytest.raises(TypeError, match=r"no option 'clip_epsilom'\. Did you mean 'clip_epsilon'"):
+            LLMGRPOLoss(table_actor(), clip_epsilom=0.1)
 
     @pytest.mark.parametrize("kind", ["k2", "k3"])
     def test_a_share_of_the_kl_is_that_share_of_its_weight(self, kind):

@@ -13,7 +13,16 @@ from torch.nn.functional import cross_entropy
 
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer
-from torchrl_llm.objectives import GroupRelative, ImitationWeights, LLMSFTLoss, NoCredit, ReBN, TurnGAE, TurnPolicyLoss
+from torchrl_llm.objectives import (
+    GroupRelative,
+    ImitationWeights,
+    LLMSFTLoss,
+    NoCredit,
+    ReBN,
+    TurnGAE,
+    TurnPolicyLoss,
+    TurnVine,
+)
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import word_tokenizer
 from torchrl_llm.utils.options import ConfigError, options_of
@@ -136,7 +145,9 @@ class TestLoss:
         with pytest.raises(ValueError, match=match):
             LLMSFTLoss(table_actor(), estimator=ImitationWeights(**options))
 
-    @pytest.mark.parametrize("chosen", [ReBN, GroupRelative, NoCredit, TurnGAE], ids=lambda each: each.__name__)
+    @pytest.mark.parametrize(
+        "chosen", [ReBN, GroupRelative, NoCredit, TurnGAE, TurnVine], ids=lambda each: each.__name__
+    )
     def test_advantages_are_no_weights(self, chosen):
         with pytest.raises(
             ValueError, match=f"The estimator {chosen.__name__} writes advantages, and LLMSFTLoss takes weights"

@@ -3,6 +3,7 @@ needs no private method."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from conversations import LAYOUT, close, make_rows, table_actor
 
@@ -72,3 +73,39 @@ def test_tokens_of_high_entropy_alone():
     assert 0 < chosen.sum() < (rows["turn_ids"] >= 0).sum()
     close(grad, torch.where(chosen, stock, 0.0))
     close(out["surprised"], chosen.sum() / (rows["turn_ids"] >= 0).sum())
+
+
+def returning(terms):
+    class Own(LLMGRPOLoss):
+        def terms(self, rows, scored):
+            return terms(rows, scored)
+
+    return Own(table_actor(), kl_coeff=0.0)
+
+
+def test_metrics_are_detached_and_the_weight_is_there():
+    rows = rows_with_advantage()
+    rows["theta"].requires_grad_()
+    loss = returning(lambda rows, scored: {"loss_own": scored["log_prob"].sum(), "seen": scored["log_prob"].sum()})
+    out = loss(rows)
+    assert out["loss_own"].requires_grad
+    assert not out["seen"].requires_grad
+    close(out["weight"].double(), torch.tensor(1.0).double())
+
+
+@pytest.mark.parametrize(
+    ("terms", "error", "message"),
+    [
+        (lambda rows, scored: None, TypeError, "Own.terms returned None; expected a dictionary"),
+        (lambda rows, scored: {"loss_own": 1.0}, TypeError, "expected a dictionary of scalar tensors"),
+        (lambda rows, scored: {"loss_own": scored["log_prob"]}, ValueError, r"Own.terms returned loss_own \["),
+        (
+            lambda rows, scored: {"own": scored["log_prob"].sum()},
+            ValueError,
+            "own; expected a name that starts with loss_",
+        ),
+    ],
+)
+def test_terms_that_no_loss_can_be_made_of(terms, error, message):
+    with pytest.raises(error, match=message):
+        returning(terms)(rows_with_advantage())

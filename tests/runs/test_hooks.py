@@ -7,10 +7,11 @@ import torch
 from small_runs import small_config, weights
 
 from torchrl_llm import keys
-from torchrl_llm.objectives import LLMReinforceLoss, NoCredit
-from torchrl_llm.runs import ConfigError, build_run
+from torchrl_llm.objectives import GroupRelative, LLMGRPOLoss, LLMReinforceLoss, NoCredit, ReBN, TurnVine
+from torchrl_llm.runs import ConfigError, RunConfig, build_run
 from torchrl_llm.runs.effective_settings import python_settings
 from torchrl_llm.trainers import Callback
+from torchrl_llm.utils.options import Share
 
 
 class Watch(Callback):
@@ -122,6 +123,68 @@ def test_a_name_of_another_output_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(WithTerms, "clash", True)
     with pytest.raises(ValueError, match="'objective' would be logged as 'loss/objective', which is another"):
         build_run(small_config(tmp_path, max_iterations=1), make_loss=with_terms).trainer.train()
+
+
+def test_continuations_are_sampled_with_the_discount_of_the_losss_estimator(tmp_path):
+    def halved(_, models):
+        return LLMReinforceLoss(models.actor, kl_coeff=0.0, estimator=TurnVine(gamma=0.5))
+
+    run = build_run(small_config(tmp_path, estimator="TurnVine", branches=2), make_loss=halved)
+    assert run.trainer.collector.branches.gamma == 0.5
+    run.close()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda actor: LLMReinforceLoss(actor),
+        lambda actor: LLMReinforceLoss(actor, kl_coeff=0.0, estimator=ReBN(kl_coeff=0.1)),
+    ],
+)
+def test_a_kl_without_a_reference_is_refused_before_the_first_rollout(tmp_path, make):
+    config = small_config(tmp_path, kl_coeff=0.0)
+    with pytest.raises(
+        ConfigError, match=r"has a KL to a reference .*, and the run has no reference, because its setting kl_coeff"
+    ):
+        build_run(config, make_loss=lambda _, models: make(models.actor))
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class LeaveOneOut(GroupRelative):
+    """With other defaults than its base has."""
+
+    takes_trees = True
+    baseline: str = "leave_one_out"
+    scale: str = "none"
+
+
+def test_the_baseline_of_trees_is_the_estimators():
+    trees = {"algo": "GRPO", "group_size": 4, "tree_branches": 1}
+    assert RunConfig(**trees, estimator=f"{__name__}:LeaveOneOut").tree_branches == 1
+    with pytest.raises(ConfigError, match="the mean of the group as baseline is biased"):
+        RunConfig(**trees)
+
+
+class Grouped(LLMReinforceLoss):
+    """With an estimator of its own."""
+
+    default_value_estimator = GroupRelative
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Discounted(LLMGRPOLoss):
+    """With an option that its estimator has too."""
+
+    gamma: Share = 1.0
+
+
+def test_options_reach_the_loss_and_its_own_estimator():
+    config = RunConfig(algo="GRPO", group_size=4, gamma=0.9)
+    options = config.loss_options(Discounted)
+    assert (options["gamma"], options["estimator"].gamma) == (0.9, 0.9)
+    assert isinstance(RunConfig(algo="LLMREINFORCE").loss_options(Grouped)["estimator"], GroupRelative)
+    with pytest.raises(ConfigError, match='granularity="auto" is decided by the environment'):
+        RunConfig(granularity="auto").loss_options()
 
 
 def test_a_loss_without_the_estimator_of_the_settings_is_refused(tmp_path):

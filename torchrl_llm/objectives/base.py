@@ -6,7 +6,8 @@ A loss is a **weighted sum** over tokens, and the weights belong to the optimize
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, field, fields
+from contextlib import ExitStack
+from dataclasses import InitVar, dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
@@ -21,7 +22,7 @@ from torchrl.objectives.value import ValueEstimatorBase
 from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives.checks import check_names
+from torchrl_llm.objectives.checks import check_names, check_terms, joined_keys, serve, shared_keys
 from torchrl_llm.objectives.estimators.base import TurnEstimator
 from torchrl_llm.objectives.estimators.critic import TurnGAE
 from torchrl_llm.objectives.estimators.rows import RowReader
@@ -86,7 +87,7 @@ class TurnLoss(Checked, RowReader, LossModule):
     kl_in = "loss"
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        check_names(cls, cls.default_value_estimator, options)
+        check_names(cls, options)
         return super().__new__(cls, *args, **options)
 
     # torch.nn.Module takes modules as attributes only after its own constructor: hence not fields.
@@ -168,9 +169,7 @@ class TurnLoss(Checked, RowReader, LossModule):
 
     def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
         if (estimator := self._value_estimator) is not None:
-            # TorchRL's own estimators have other names; forward those that both have.
-            known, own = ({field.name for field in fields(each._AcceptedKeys)} for each in (estimator, self))
-            estimator.set_keys(**{name: getattr(self.tensor_keys, name) for name in known & own})
+            estimator.set_keys(**{name: kwargs[name] for name in shared_keys(self, estimator) & kwargs.keys()})
 
     def make_value_estimator(
         self,
@@ -191,18 +190,30 @@ class TurnLoss(Checked, RowReader, LossModule):
             The loss itself.
         """
         value_type = TurnGAE if value_type is ValueEstimators.GAE else value_type or self.default_value_estimator
+        if value_type is None:
+            name = type(self).__name__
+            raise TypeError(
+                f"{name} has no estimator of its own: give it estimator=..., or its class default_value_estimator."
+            )
         if isinstance(value_type, ValueEstimators):
             raise NotImplementedError(f"{type(self).__name__} has no {value_type}: pass .GAE of these, or a class.")
         if isinstance(value_type, ValueEstimatorBase) and hyperparams:
             raise ValueError(f"An estimator instance takes no hyperparameters; got {sorted(hyperparams)}.")
         if isinstance(value_type, type) and issubclass(value_type, TurnEstimator):
             value_type, hyperparams = value_type(**hyperparams), {}
-        super().make_value_estimator(value_type, **hyperparams)
-        if isinstance(estimator := self._value_estimator, TurnEstimator):
-            estimator.serve(self.critic_network, self.kl_coeff if self.kl_in == "reward" else 0.0)
-        self._check_estimator()
+        before = self._value_estimator
+        with ExitStack() as refused:
+            refused.callback(setattr, self, "_value_estimator", before)
+            super().make_value_estimator(value_type, **hyperparams)
+            if isinstance(estimator := self._value_estimator, TurnEstimator):
+                penalty = self.kl_coeff if self.kl_in == "reward" else 0.0
+                refused.callback(serve(estimator, self.critic_network, penalty))
+            self._check_estimator()
+            ours, theirs = joined_keys(self, estimator)
+            self._value_estimator.set_keys(**theirs)
+            self.set_keys(**ours)
+            refused.pop_all()
         self.kl_fraction = self._kl_fraction  # the new estimator's too
-        self._forward_value_estimator_keys()
         return self
 
     @property
@@ -240,7 +251,8 @@ class TurnLoss(Checked, RowReader, LossModule):
             value = self._get(scored, name, "The actor must write it.")
             # An actor of your own may write anything off actions, and it must reach no sum.
             scored.set(getattr(self.tensor_keys, name), torch.where(turn_ids >= 0, value, 0.0))
-        return TensorDict(self.terms(rows, scored))
+        terms = check_terms(type(self).__name__, self.terms(rows, scored))
+        return TensorDict({"weight": self._get(rows, "loss_weight").sum()} | terms)
 
     @property
     def corrects_sampler(self) -> bool:
@@ -271,8 +283,8 @@ class TurnLoss(Checked, RowReader, LossModule):
 
         Returns:
             Scalars. Those whose names start with ``loss_`` are added up and minimized, the others
-            are detached metrics. Each is a sum over tokens with ``"loss_weight"``, so that
-            micro-batches add up to the batch.
+            are metrics, which the loss detaches. Each is a sum over tokens with ``"loss_weight"``,
+            so that micro-batches add up to the batch.
 
         Examples:
             A loss that counts tokens of high entropy alone, and reports their share:

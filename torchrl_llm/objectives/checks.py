@@ -1,40 +1,156 @@
-"""Which options are a loss's, and which its estimator's: :func:`check_names`; what a loss of one's
-own must return: :func:`check_objective`; which estimators go with a policy
-loss: :func:`check_estimator`; which rewards an estimator takes: :func:`wrong_penalty`."""
+"""What a loss and its estimator ask of each other: whose options are whose (:func:`check_names`),
+keys that both have (:func:`joined_keys`), what the one gives to the other (:func:`serve`), which
+go together (:func:`check_estimator`), which rewards are taken (:func:`wrong_penalty`); and what a
+loss of one's own must return (:func:`check_objective`, :func:`check_terms`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
+from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives.estimators.base import TurnEstimator
 from torchrl_llm.objectives.estimators.imitation import ImitationWeights, NoCredit
 from torchrl_llm.utils.hints import nearest
-from torchrl_llm.utils.options import brief, options_of
+from torchrl_llm.utils.options import ConfigError, brief, options_of
 
 
-def check_names(loss: type, estimator: type[TurnEstimator], options: Mapping[str, Any]) -> None:
+def check_names(loss: Any, options: Mapping[str, Any]) -> None:
     """Refuse options that a loss does not have.
 
     Args:
         loss: its class.
-        estimator: the class of its own estimator.
         options: keyword arguments for the loss, by name.
 
     Raises:
-        TypeError: one is the estimator's, and the message says what to write; or nobody's, and the
-            nearest of both is named.
+        TypeError: some are of the estimator that is given, or of the loss's own, and the message
+            says what to write; or of other estimators, which are named; or nobody's, and the
+            nearest is named.
     """
     own = options_of(loss).keys()
-    theirs = options_of(estimator).keys() - own
-    for name in options:
-        if name not in own | theirs:
-            raise TypeError(f"{loss.__name__} has no option {name!r}.{nearest(name, [*own, *sorted(theirs)])}")
-    if credit := [f"{name}={brief(value)}" for name, value in options.items() if name in theirs]:
+    chosen: Any = options.get("estimator") or loss.default_value_estimator
+    chosen = chosen if isinstance(chosen, type) else type(chosen)
+    known = options_of(chosen).keys() - own if issubclass(chosen, TurnEstimator) else ()
+    if credit := [f"{name}={brief(value)}" for name, value in options.items() if name in known]:
         given = ", ".join(credit)
-        raise TypeError(f"{given} is of the estimator: give {loss.__name__} estimator={estimator.__name__}({given}).")
+        raise TypeError(f"{given} is of the estimator: give {loss.__name__} estimator={chosen.__name__}({given}).")
+    for name in sorted(options.keys() - own):
+        others = [each.__name__ for each in _estimators(TurnEstimator) if name in options_of(each)]
+        elsewhere = f", nor has its estimator, {chosen.__name__}; {' and '.join(others)} have it." if others else "."
+        hint = "" if others else nearest(name, [*own, *sorted(known)])
+        raise TypeError(f"{loss.__name__} has no option {name!r}{elsewhere}{hint}")
+
+
+def _estimators(kind: Any) -> Iterator[Any]:
+    """This library's subclasses of an estimator."""
+    for each in kind.__subclasses__():
+        if each.__module__.startswith("torchrl_llm.objectives."):
+            yield each
+        yield from _estimators(each)
+
+
+def serve(estimator: TurnEstimator, critic: TensorDictModuleBase | None, kl_coeff: float) -> Callable[[], None]:
+    """Give an estimator what its loss has for it.
+
+    Args:
+        estimator: of the loss.
+        critic: the values of states are its, if the estimator has no critic of its own.
+        kl_coeff: weight of the KL that the loss leaves to the rewards; 0: none. An estimator that
+            takes no KL is left as it is.
+
+    Returns:
+        What undoes it, for a loss that refuses the estimator.
+
+    Raises:
+        ConfigError: the estimator has another ``kl_coeff``, or serves a loss with another critic or
+            ``kl_coeff``.
+    """
+    name = type(estimator).__name__
+    if estimator.serves is not None and not (estimator.serves[0] is critic and estimator.serves[1] == kl_coeff):
+        raise ConfigError(
+            f"This {name} serves another loss, with a critic or a kl_coeff of its own: give each loss its own estimator."
+        )
+    takes_kl = kl_coeff and "kl_coeff" in options_of(type(estimator))
+    if takes_kl and estimator.kl_coeff not in (0, kl_coeff):
+        raise ConfigError(
+            f"{name} has kl_coeff={estimator.kl_coeff}, and the loss leaves its KL to the reward with kl_coeff={kl_coeff}: give it to "
+            "one of them."
+        )
+    before, lent = (estimator.serves, estimator.kl_coeff), estimator.value_network is None
+
+    def undo() -> None:
+        estimator.serves, estimator.kl_coeff = before
+        if lent:
+            estimator.__dict__["value_network"] = None
+
+    estimator.serves = critic, kl_coeff
+    if lent:
+        # as TorchRL has it: the loss owns its parameters
+        estimator.__dict__["value_network"] = critic
+    if takes_kl:
+        estimator.kl_coeff = kl_coeff
+    return undo
+
+
+def shared_keys(loss: Any, estimator: Any) -> set[str]:
+    """Names of keys that a loss and its estimator both have; TorchRL's estimators have others
+    too."""
+    ours, theirs = ({field.name for field in fields(each.default_keys)} for each in (loss, estimator))
+    return ours & theirs
+
+
+def joined_keys(loss: Any, estimator: Any) -> tuple[dict[str, NestedKey], dict[str, NestedKey]]:
+    """What a loss and its new estimator have to be given so that they have the same keys: those
+    that were set on either.
+
+    Returns:
+        Keys for the loss, and for the estimator, by name.
+
+    Raises:
+        ValueError: one was set on both, and not the same.
+    """
+    usual = TurnEstimator if isinstance(estimator, TurnEstimator) else type(estimator)
+    ours: dict[str, NestedKey] = {}
+    theirs: dict[str, NestedKey] = {}
+    for name in shared_keys(loss, estimator):
+        own, other = getattr(loss.tensor_keys, name), getattr(estimator.tensor_keys, name)
+        if other in (own, getattr(usual.default_keys, name)):
+            theirs[name] = own
+        elif own == getattr(loss.default_keys, name):
+            ours[name] = other
+        else:
+            raise ValueError(
+                f"{type(loss).__name__} has the key {own!r} as its {name}, and {type(estimator).__name__} {other!r}: set it on one of "
+                "them."
+            )
+    return ours, theirs
+
+
+def check_terms(name: str, terms: Any) -> dict[str, Tensor]:
+    """What a loss's ``terms`` returned, with metrics detached, or an error that says what is wrong.
+
+    Args:
+        name: of the loss's class, for messages.
+        terms: what it returned.
+
+    Raises:
+        TypeError: it is no mapping of tensors.
+        ValueError: one is not a scalar, or none is to be minimized.
+    """
+    method = f"{name}.terms"
+    if not isinstance(terms, Mapping) or not all(isinstance(each, Tensor) for each in terms.values()):
+        raise TypeError(f"{method} returned {brief(terms)}; expected a dictionary of scalar tensors by name.")
+    if wrong := [f"{key} {list(each.shape)}" for key, each in terms.items() if each.numel() != 1]:
+        raise ValueError(f"{method} returned {', '.join(wrong)}; expected scalars, sums over tokens with loss_weight.")
+    if not any(key.startswith("loss_") for key in terms):
+        raise ValueError(
+            f"{method} returned {', '.join(terms) or 'nothing'}; expected a name that starts with loss_, to be minimized."
+        )
+    return {key: each if key.startswith("loss_") else each.detach() for key, each in terms.items()}
 
 
 def check_objective(name: str, objective: Any, log_ratio: Tensor) -> Tensor:

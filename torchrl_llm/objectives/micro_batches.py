@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm.objectives.loss import TurnPolicyLoss
+from torchrl_llm.objectives.base import TurnLoss
 
 AVERAGED = ("ESS", "explained_variance", "sampler_rejected", "sampler_weight")
 """Outputs that :func:`merge` averages by the micro-batches' shares of the weight; all others are
@@ -24,7 +24,7 @@ sums."""
 
 
 def write_loss_weights(
-    batch: TensorDictBase, loss_module: TurnPolicyLoss, process_group: dist.ProcessGroup | None = None
+    batch: TensorDictBase, loss_module: TurnLoss, process_group: dist.ProcessGroup | None = None
 ) -> TensorDictBase:
     """Write every weight that ``loss_module`` reads into an optimizer batch, before it is split
     into micro-batches.

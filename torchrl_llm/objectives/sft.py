@@ -10,9 +10,11 @@ from torch import Tensor
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives.base import TurnLoss
 from torchrl_llm.objectives.checks import check_objective
+from torchrl_llm.objectives.estimators.base import TurnEstimator
 from torchrl_llm.objectives.estimators.critic import CriticEstimator
 from torchrl_llm.objectives.estimators.imitation import ImitationWeights, NoCredit
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator
+from torchrl_llm.objectives.estimators.vine import TurnVine
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -73,7 +75,8 @@ class LLMSFTLoss(TurnLoss):
         } | super().terms(rows, scored)
 
     def _check_estimator(self) -> None:
-        if isinstance(self.value_estimator, (CriticEstimator, NoCredit, ReturnEstimator)):
+        others = (CriticEstimator, NoCredit, ReturnEstimator, TurnVine)
+        if isinstance(self.value_estimator, others) or not isinstance(self.value_estimator, TurnEstimator):
             name = type(self.value_estimator).__name__
             raise ValueError(
                 f"The estimator {name} writes advantages, and LLMSFTLoss takes weights: where they are negative, text would be made "

@@ -8,7 +8,7 @@ import logging
 import torch
 from torch import Tensor
 
-from torchrl_llm.objectives.loss import TurnPolicyLoss
+from torchrl_llm.objectives.base import TurnLoss
 from torchrl_llm.utils.options import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def clipped_step(optimizer: torch.optim.Optimizer, max_norm: float) -> bool:
     return finite
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, loss: TurnPolicyLoss) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, loss: TurnLoss) -> None:
     """Refuse an optimizer whose parameters or groups do not belong to the loss, which would run
     without an error.
 

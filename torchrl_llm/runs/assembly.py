@@ -198,12 +198,19 @@ def make_loss_and_reference(
     if config.estimator is not None and credit is not config.value_estimator():
         raise ConfigError(
             f"estimator={config.estimator!r}, but the loss that make_loss(config, models) returned has a {credit.__name__}: give it "
-            "the estimator of config.loss_options(), or leave the setting out."
+            "the estimator of config.loss_options(), or leave the setting out (and branches, which are TurnVine's)."
         )
     for problem in missing_extras(loss.value_estimator, environments.train.extras):
         raise ConfigError(problem)
     if config.teacher is not None:
         return loss, load_teacher(config, networks.sampling)
+    wanted = loss.tensor_keys.ref_log_prob in {*loss.in_keys, *loss.value_estimator.in_keys}
+    if wanted and networks.models.reference is None:
+        raise ConfigError(
+            f"The {type(loss).__name__} that make_loss(config, models) returned has a KL to a reference (a kl_coeff above 0, its own or "
+            "its estimator's), and the run has no reference, because its setting kl_coeff is 0: set that too, or give the loss "
+            "kl_coeff=0."
+        )
     return loss, networks.models.reference
 
 
@@ -236,6 +243,7 @@ def make_rollouts(
     tokenizer: Any,
     environments: Environments,
     networks: Networks,
+    loss: TurnLoss,
     opened: ExitStack,
 ) -> Rollouts:
     """Policy, buffer and collector of training, and the evaluations."""
@@ -251,7 +259,9 @@ def make_rollouts(
     workers = {}
     if isinstance(weight_sync, RayWeightSync):
         workers = build.worker_options(config, environments.make_train, tokenizer, weight_sync)
-    collector = build.make_collector(config, environments.train, policy, buffer, place.distributed, **workers)
+    collector = build.make_collector(
+        config, environments.train, policy, buffer, place.distributed, loss.value_estimator, **workers
+    )
     # Before engine and environments are closed: its threads use them.
     opened.callback(collector.shutdown)
     seen = SeenTasks() if config.init_from is None else tasks_of_weights(config.init_from)

@@ -244,12 +244,14 @@ def make_collector(
     policy: TurnPolicy,
     replay_buffer: ReplayBuffer,
     distributed: Distributed,
+    estimator: Any,
     **workers: Any,
 ) -> EpisodeCollector:
     """The collector, which fills the replay buffer with this rank's share of ``config.batch_size``
     episodes an iteration.
 
     Args:
+        estimator: of the loss, whose discount the continuations of ``branches`` have.
         workers: :func:`worker_options`, with ``collector="ray"``.
     """
     options = {"batch_size": _batch_share(config, distributed.world_size), "replay_buffer": replay_buffer, **workers}
@@ -271,7 +273,7 @@ def make_collector(
     if config.adaptive_mixture:
         options["post_collect_hook"] = partial(adapt_mixture, env, gather=distributed.all_gather)
     if config.collector == "turn":
-        return TurnCollector(env, policy, **_continuations(config), **options)
+        return TurnCollector(env, policy, **_continuations(config, estimator), **options)
     if config.collector == "self_play":
         return SelfPlayCollector(env, policy, **options)
     options |= given_options(config, "max_staleness", "step_timeout", num_threads="env_threads")
@@ -280,13 +282,12 @@ def make_collector(
     return RayTurnCollector(env, policy, **options)
 
 
-def _continuations(config: RunConfig) -> dict[str, Any]:
+def _continuations(config: RunConfig, estimator: Any) -> dict[str, Any]:
     if config.tree_branches:
         return {"trees": Trees(branches=config.tree_branches, depth=config.tree_depth)}
-    if not config.branches or (estimator := config.value_estimator()) is None:
+    if not config.branches:
         return {}
-    gamma = estimator.gamma if config.gamma is None else config.gamma
-    return {"branches": Branches(count=config.branches, share=config.branch_share, gamma=gamma)}
+    return {"branches": Branches(count=config.branches, share=config.branch_share, gamma=estimator.gamma)}
 
 
 def make_objective(config: RunConfig, models: ActorCritic) -> TurnLoss:

@@ -344,11 +344,12 @@ class RunConfig(
 
         Returns:
             Names and values, with which ``loss_class(models.actor, **options)`` is made (LLMPPO:
-            ``models.critic`` follows the actor).
+            ``models.critic`` follows the actor, and ``joint=models.joint`` saves a forward where
+            they share a trunk).
 
         Raises:
             ConfigError: ``loss_class`` is the loss of another algorithm, whose settings these are
-                not.
+                not; or ``granularity`` is ``"auto"`` still.
 
         Examples:
             >>> options = RunConfig(algo="GRPO", group_size=4, kl_coeff=0.0, scale="none").loss_options()
@@ -361,7 +362,7 @@ class RunConfig(
                 f"The settings of algo={self.algo!r} are those of {stock.__name__}, which {loss_class.__name__} is not a subclass "
                 "of: choose the algorithm that it is one of, or make it from fields of the config by hand."
             )
-        kind = self.value_estimator() or estimator_of(self.algo)
+        kind = self.value_estimator() or (loss_class or stock).default_value_estimator
         given = {name: value for name in names_of(LossOptions) if (value := getattr(self, name)) is not None}
         given |= {"group_size": self.group_size}
         values = options_of(loss_class or stock)
@@ -376,7 +377,13 @@ class RunConfig(
         if options.get("clip_value") == 0:
             options["clip_value"] = None
         # Where both have a weight of the KL, the loss gives the estimator its own.
-        credit = {name: value for name, value in given.items() if name in options_of(kind) and name not in values}
+        shared = {"kl_coeff"} & values.keys()
+        credit = {name: value for name, value in given.items() if name in options_of(kind) and name not in shared}
+        if credit.get("granularity") == "auto":
+            raise ConfigError(
+                'granularity="auto" is decided by the environment, when the run is built: take the config that make_loss(config, '
+                'models) gets, or set granularity to "turn" or "token".'
+            )
         return options | {"estimator": kind(**credit)}
 
     def value_estimator(self) -> type[objectives.TurnEstimator] | None:

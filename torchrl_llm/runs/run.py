@@ -244,7 +244,7 @@ def build_run(
         config = environments.config
         networks = load_networks(config, place, tokenizer, environments, opened)
         loss, reference = make_loss_and_reference(config, networks, environments, given)
-        rollouts = make_rollouts(config, place, tokenizer, environments, networks, opened)
+        rollouts = make_rollouts(config, place, tokenizer, environments, networks, loss, opened)
         watchers = make_watchers(config, place, tokenizer, networks, loss, given, from_python)
         trainer = LLMTrainer(
             collector=rollouts.collector,

@@ -12,6 +12,7 @@ from typing import Any
 from torchrl_llm.objectives import GroupRelative, TurnLoss
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator
 from torchrl_llm.runs.loss_settings import estimator_of
+from torchrl_llm.utils.options import options_of
 
 
 def missing_extras(estimator: Any, kinds: Mapping[str, type]) -> Iterator[str]:
@@ -113,7 +114,7 @@ def wrong_trees(config: Any) -> Iterator[str]:
     elif not kind.takes_trees:
         yield f"tree_branches={branches} makes rows that begin with the same turns, and {kind.__name__} takes none: leave one of them out."
     elif issubclass(kind, GroupRelative):
-        if config.baseline != "leave_one_out":
+        if (config.baseline or options_of(kind)["baseline"].default) != "leave_one_out":
             yield f'tree_branches={branches} with the mean of the group as baseline is biased: use baseline="leave_one_out" and scale="none".'
         if group == size:
             yield (

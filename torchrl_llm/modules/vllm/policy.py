@@ -51,8 +51,9 @@ class VLLMPolicy(TurnPolicy):
     the model's ``generation_config`` but its list of end tokens. The noise is vLLM's own, so the
     two policies sample different responses from the same distribution. Three differences: with
     greedy decoding the log-prob is that at temperature 1 and without truncation; ``min_p`` is
-    applied before ``top_k`` and ``top_p``; temperatures below 0.01 or above 2 are refused, and on a
-    GPU more than 128 ``stop_ids`` beside a ``min_output_tokens``.
+    applied before ``top_k`` and ``top_p``; temperatures below 0.01 or above 2 are refused; and,
+    with ``min_output_tokens``, ``stop_ids`` without an end token of the model's, and on a GPU more
+    than 128 of them.
 
     Batches are continuous: :meth:`submit` hands a turn to the engine at once, :meth:`poll` takes
     one step of the engine. Calls, polls and weight updates may come from several threads; each has
@@ -124,7 +125,10 @@ class VLLMPolicy(TurnPolicy):
         # earlier weights.
         self.check_length = min(2 * config.cache_config.block_size + 1, self.max_model_len - 1)
         named, vocabulary = config.model_config.try_get_generation_config(), config.model_config.get_vocab_size()
-        self.sampling = decide_stop_ids(self.sampling, named.get("eos_token_id"), tokenizer, vocabulary=vocabulary)
+        ends = named.get("eos_token_id")
+        self.sampling = decide_stop_ids(self.sampling, ends, tokenizer, vocabulary=vocabulary)
+        ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+        start.check_end_ids(self.sampling, {*ends, tokenizer.eos_token_id} - {None})
         self.in_process = start.is_in_process(self.llm)
         self.lora_request: Any = None
         self._transfer_address = transfer_address

@@ -314,6 +314,32 @@ def check_sampling(sampling: SamplingConfig, *, on_gpu: bool) -> None:
         )
 
 
+def check_end_ids(sampling: SamplingConfig, end_ids: Iterable[int]) -> None:
+    """Refuse ``stop_ids`` without ids that vLLM keeps from being sampled as if they were some.
+
+    Args:
+        sampling: with its ``stop_ids``.
+        end_ids: the end tokens of tokenizer and model.
+
+    Raises:
+        ValueError: with ``min_output_tokens``, log-probs would belong to a distribution without
+            these ids, which no scorer computes.
+
+    Examples:
+        >>> check_end_ids(SamplingConfig(stop_ids=(7,)), [2])
+        >>> check_end_ids(SamplingConfig(stop_ids=(7,), min_output_tokens=4), [2])
+        Traceback (most recent call last):
+            ...
+        ValueError: stop_ids has no 2, an end token of the model, which vLLM keeps from being sampled before min_output_tokens=4 too: ...
+    """
+    missing = sorted({*end_ids} - {*(sampling.stop_ids or ())})
+    if missing and sampling.min_output_tokens:
+        raise ValueError(
+            f"stop_ids has no {', '.join(map(str, missing))}, an end token of the model, which vLLM keeps from being sampled before "
+            f"min_output_tokens={sampling.min_output_tokens} too: name it in stop_ids, or set min_output_tokens to 0."
+        )
+
+
 def check_engine(config: Any, tokenizer: Any) -> None:
     """Refuse an engine, by its ``vllm_config``, whose log-probs would be wrong or whose requests
     would fail."""

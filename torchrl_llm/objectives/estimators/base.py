@@ -21,7 +21,7 @@ from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives.estimators.rows import RowReader, check_finite, check_ids
-from torchrl_llm.utils.options import Checked, ConfigError, Count, Idle, NonNegative, Positive, Share, options_of
+from torchrl_llm.utils.options import Checked, Count, Idle, NonNegative, Positive, Share
 
 
 # eq=False: a dataclass with == has no hash, which torch.nn.Module.modules() needs. repr=False keeps
@@ -129,37 +129,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__init__(value_network=value_network, value_chunk_size=self.value_chunk_size)
         self.kl_fraction = 1.0  # of kl_coeff; the loss sets it
-        # What the loss gave to it.
-        self._serves: tuple[TensorDictModuleBase | None, float] | None = None
-
-    def serve(self, critic: TensorDictModuleBase | None, kl_coeff: float) -> None:
-        """Take what the loss has for its estimator.
-
-        Args:
-            critic: the values of states are its, if the estimator has no critic of its own.
-            kl_coeff: weight of the KL that the loss leaves to the rewards; 0: none. An estimator
-                that takes no KL is left as it is.
-
-        Raises:
-            ConfigError: the estimator has another ``kl_coeff``, or serves a loss with another
-                critic or ``kl_coeff``.
-        """
-        if self._serves is not None and not (self._serves[0] is critic and self._serves[1] == kl_coeff):
-            raise ConfigError(
-                f"This {type(self).__name__} serves another loss, with a critic or a kl_coeff of its own: give each loss its own estimator."
-            )
-        self._serves = critic, kl_coeff
-        if self.value_network is None:
-            # as TorchRL has it: the loss owns its parameters
-            self.__dict__["value_network"] = critic
-        if not kl_coeff or "kl_coeff" not in options_of(type(self)):
-            return
-        if self.kl_coeff not in (0, kl_coeff):
-            raise ConfigError(
-                f"{type(self).__name__} has kl_coeff={self.kl_coeff}, and the loss leaves its KL to the reward with kl_coeff={kl_coeff}: "
-                "give it to one of them."
-            )
-        self.kl_coeff = kl_coeff
+        self.serves: tuple[TensorDictModuleBase | None, float] | None = None  # what a loss gave to it
 
     @property
     def takes_kl(self) -> bool:
