@@ -278,7 +278,8 @@ def engine(config: RunConfig, env: Any) -> Any:
         if config.collector == "ray":
             game = GEMEnv(Guess, tokenizer=tokenizer)
             workers = build.worker_options(config, None, tokenizer, sync)
-            build.make_collector(config, game, policy, build.make_replay_buffer(config), distributed, **workers)
+            buffer, estimator = build.make_replay_buffer(config), build.make_objective(config, models).value_estimator
+            build.make_collector(config, game, policy, buffer, distributed, estimator, **workers)
     offload = build.make_offload(config, models).__name__
     return {"calls": Recorder.calls, "offload": offload, "plays": (type(policy).__name__, type(worker).__name__)}
 
