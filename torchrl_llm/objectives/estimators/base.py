@@ -129,7 +129,8 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__init__(value_network=value_network, value_chunk_size=self.value_chunk_size)
         self.kl_fraction = 1.0  # of kl_coeff; the loss sets it
-        self.serves: tuple[TensorDictModuleBase | None, float] | None = None  # what a loss gave to it
+        # What a loss gave to it.
+        self.serves: tuple[TensorDictModuleBase | None, float] | None = None
 
     @property
     def takes_kl(self) -> bool:
