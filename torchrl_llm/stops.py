@@ -47,9 +47,14 @@ def response_end_ids(
         >>> response_end_ids(byte_tokenizer(), [0, 2])
         (0, 2)
     """
+    return tuple(sorted(end_tokens(tokenizer, model_ids) | _template_ends(tokenizer, chat_template_kwargs or {})))
+
+
+def end_tokens(tokenizer: Any, model_ids: int | Sequence[int] | None = None) -> set[int]:
+    """The end tokens of a tokenizer and its model, whatever the chat template ends answers with;
+    arguments as in :func:`response_end_ids`."""
     named = model_ids if isinstance(model_ids, Sequence) else [model_ids]
-    ends = _template_ends(tokenizer, chat_template_kwargs or {})
-    return tuple(sorted({*named, tokenizer.eos_token_id, *ends} - {None}))
+    return {*named, tokenizer.eos_token_id} - {None}
 
 
 class HasFormatter(Protocol):

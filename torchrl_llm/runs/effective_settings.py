@@ -17,7 +17,7 @@ import torch
 from torchrl_llm.objectives import TurnLoss
 from torchrl_llm.runs.config import HOW_TO_RUN, RunConfig, shown_default
 from torchrl_llm.runs.identity import names_of_parts
-from torchrl_llm.runs.loss_settings import LOSSES, NO_ACTOR, NO_CRITIC, LossOptions
+from torchrl_llm.runs.loss_settings import LOSSES, NO_ACTOR, NO_CRITIC, NO_SETTINGS, LossOptions
 from torchrl_llm.runs.settings import OutputConfig, names_of
 from torchrl_llm.utils.fingerprint import fingerprint
 from torchrl_llm.utils.options import ConfigError, Idle, options_of
@@ -25,10 +25,7 @@ from torchrl_llm.utils.options import ConfigError, Idle, options_of
 _NO_EFFECT = (*HOW_TO_RUN, "max_tokens")
 """Settings that change no number of a run, but for rounding: ``max_tokens`` bounds memory."""
 
-_PARTS = (
-    *("actor", "critic", "joint", "estimator", "single_turn", "partial"),
-    *("value_network", "value_chunk_size", "process_group"),
-)
+_PARTS = (*NO_SETTINGS, "value_network", "value_chunk_size")
 """Parameters of losses and estimators that are not options, or change no number."""
 
 

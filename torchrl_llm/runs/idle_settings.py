@@ -48,11 +48,6 @@ IDLE: tuple[Idle, ...] = (
         "use an algorithm of reinforcement learning: supervised fine-tuning compares with no other policy",
         {"kl_coeff": 0, "whiten": False},
     ),
-    Idle(
-        ("gamma",),
-        {"algo": ("SFT",), "imitate": (None, "all", "success"), "min_return": (None,)},
-        'weigh or choose by returns (imitate="return", min_return)',
-    ),
     Idle(("compile_decode",), {"policy": ("vllm",)}, 'set policy to "hf"'),
     Idle(("base_products",), {"lora_r": (0,)}, "set lora_r"),
     Idle(("base_products",), {"compile": (True,)}, "set compile to false"),

@@ -27,7 +27,7 @@ NO_ACTOR = TensorDictModule(nn.Identity(), in_keys=[keys.TOKENS], out_keys=[keys
 NO_CRITIC = TensorDictModule(nn.Identity(), in_keys=[keys.TOKENS], out_keys=[keys.STATE_VALUE, keys.BOOTSTRAP_VALUE])
 """The keys of actor and critic, and no weights: what a loss asks of them when it is made."""
 
-_NO_SETTINGS = ("actor", "critic", "joint", "estimator", "single_turn", "partial", "process_group")
+NO_SETTINGS = ("actor", "critic", "joint", "estimator", "single_turn", "partial", "process_group")
 """Parameters that the run decides."""
 
 _OF_CLASSES = ("value_network", "value_chunk_size", "ddof", "eps")
@@ -50,7 +50,7 @@ def loss_settings(algo: Algorithm) -> Mapping[str, Option]:
     """The settings that the loss of ``algo`` and its estimator take, in the order of their
     declaration."""
     options = {**options_of(estimator_of(algo)), **options_of(LOSSES[algo])}
-    return {name: option for name, option in options.items() if name not in (*_NO_SETTINGS, *_OF_CLASSES)}
+    return {name: option for name, option in options.items() if name not in (*NO_SETTINGS, *_OF_CLASSES)}
 
 
 def _options_of_losses() -> Any:

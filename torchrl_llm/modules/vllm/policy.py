@@ -34,6 +34,7 @@ from torchrl_llm.modules.engine import (
 from torchrl_llm.modules.policy import Generation, TurnPolicy
 from torchrl_llm.modules.sampling import SamplingConfig, decide_stop_ids, turn_seed
 from torchrl_llm.modules.vllm import start, weights
+from torchrl_llm.stops import end_tokens
 from torchrl_llm.utils.interrupts import held
 
 _LIKELIEST = 8  # log-probs per prompt of a parity check
@@ -127,8 +128,7 @@ class VLLMPolicy(TurnPolicy):
         named, vocabulary = config.model_config.try_get_generation_config(), config.model_config.get_vocab_size()
         ends = named.get("eos_token_id")
         self.sampling = decide_stop_ids(self.sampling, ends, tokenizer, vocabulary=vocabulary)
-        ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
-        start.check_end_ids(self.sampling, {*ends, tokenizer.eos_token_id} - {None})
+        start.check_end_ids(self.sampling, end_tokens(tokenizer, ends))
         self.in_process = start.is_in_process(self.llm)
         self.lora_request: Any = None
         self._transfer_address = transfer_address
