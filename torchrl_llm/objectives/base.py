@@ -252,7 +252,7 @@ class TurnLoss(Checked, RowReader, LossModule):
             # An actor of your own may write anything off actions, and it must reach no sum.
             scored.set(getattr(self.tensor_keys, name), torch.where(turn_ids >= 0, value, 0.0))
         terms = check_terms(type(self).__name__, self.terms(rows, scored))
-        if "weight" not in terms:  # of terms that are written anew
+        if "weight" not in terms:  # a subclass may leave it out
             terms["weight"] = self._get(rows, "loss_weight").sum()
         return TensorDict(terms)
 
