@@ -26,7 +26,7 @@ from torch import Tensor
 from torchrl_llm import functional as F
 from torchrl_llm.objectives import ReBN, TurnLoss
 from torchrl_llm.report import run_and_report
-from torchrl_llm.runs import Run, RunConfig, build_run
+from torchrl_llm.runs import Run, RunSettings, build_run
 
 FLOOR = 0.3
 """Smallest standard deviation that returns are divided by; of a game that pays 0 or 1, half won, it
@@ -89,7 +89,7 @@ CHANGES = {"epsilon": set_option(eps=1e-3), "amsgrad": set_option(amsgrad=True),
 """What a guard changes in a run that is built."""
 
 
-def make_floored_loss(config: RunConfig, models: Any) -> TurnLoss:
+def make_floored_loss(config: RunSettings, models: Any) -> TurnLoss:
     """The algorithm's loss with :class:`FlooredReBN`."""
     loss = config.make_loss(models.actor)
     return loss.make_value_estimator(FlooredReBN, gamma=loss.value_estimator.gamma)

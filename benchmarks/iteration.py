@@ -39,7 +39,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 
 from torchrl_llm import keys
 from torchrl_llm.modules import use_adapter
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 
 TOKENS_PER_TURN = 32
 ALONE = 2
@@ -108,9 +108,9 @@ def make_model(path: Path, *, seed: int = 0) -> None:
     tokenizer.save_pretrained(path)
 
 
-def make_config(algo: str, model_dir: str, iterations: int) -> RunConfig:
+def make_config(algo: str, model_dir: str, iterations: int) -> RunSettings:
     """The work described above, as settings."""
-    return RunConfig(
+    return RunSettings.from_values(
         algo=algo,
         model_path=model_dir,
         dtype="float32",

@@ -20,14 +20,14 @@ import torch
 
 from torchrl_llm import keys
 from torchrl_llm.functional import kl_estimate
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 
 TARGET = 0.01
 
 
-def make_config(folder: str, seed: int, lr: float) -> RunConfig:
+def make_config(folder: str, seed: int, lr: float) -> RunSettings:
     """The work described above, as settings."""
-    return RunConfig(
+    return RunSettings.from_values(
         algo="LLMREINFORCE",
         model_path="tiny",
         dtype="float32",

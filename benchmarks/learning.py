@@ -38,7 +38,7 @@ import yaml
 from torchrl_llm.runs.table import read_metrics
 
 if TYPE_CHECKING:
-    from torchrl_llm.runs import RunConfig
+    from torchrl_llm.runs import RunSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -188,7 +188,7 @@ def world_overrides(world: str, config: Path) -> list[str]:
     if world == "guess":
         return []
     folder = make_model(world)
-    max_steps = yaml.safe_load(config.read_text())["max_steps"] * TURNS[world] // TURNS["guess"]
+    max_steps = yaml.safe_load(config.read_text())["trainer"]["max_steps"] * TURNS[world] // TURNS["guess"]
     return [
         f"--model-path={folder / 'model'}",
         f"--tokenizer-path={folder / 'tokenizer'}",
@@ -258,13 +258,14 @@ def train_seeds(algorithms: list[str], arguments: argparse.Namespace, overrides:
     write_summary(results, output, optimum=optimum_of(arguments.world))
 
 
-def check_settings(folder: Path, config: "RunConfig") -> None:
+def check_settings(folder: Path, config: "RunSettings") -> None:
     """Refuse a finished run of other settings, which would stand in the table beside runs of
     these."""
     from torchrl_llm.runs.config import HOW_TO_RUN
     from torchrl_llm.runs.identity import config_changes
+    from torchrl_llm.runs.settings_file import read_settings
 
-    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    saved = dict(read_settings(folder / "config.yaml", type(config)))
     changes = config_changes(saved, config.as_json(), ignore=HOW_TO_RUN)
     if changes:
         listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in changes.items())
@@ -297,12 +298,12 @@ def write_summary(results: dict[str, list[dict]], output: Path, *, optimum: floa
     print(text)
 
 
-def settings(algo: str, world: str, seed: int, output: Path, overrides: list[str]) -> "RunConfig":
+def settings(algo: str, world: str, seed: int, output: Path, overrides: list[str]) -> "RunSettings":
     """The settings of one run."""
-    from torchrl_llm.runs import parse_run_config
+    from torchrl_llm.runs import parse_settings
 
     path = ROOT / "examples" / "configs" / f"{CONFIGS[algo]}.yaml"
-    return parse_run_config(
+    return parse_settings(
         [
             f"--config={path}",
             f"--seed={seed}",

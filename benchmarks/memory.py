@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from torchrl_llm.data import micro_batches
 from torchrl_llm.modules import load_actor_critic
 from torchrl_llm.objectives import LLMReinforceLoss
-from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs import RunSettings
 from torchrl_llm.runs.memory import empty_model, memory_estimate
 
 SIZES = {"135M": (576, 30, 9, 3, 1_536), "360M": (960, 32, 15, 5, 2_560)}
@@ -96,7 +96,7 @@ def estimated(size: str, lora_r: int, budget: str) -> int:
     max_tokens, checkpointing = BUDGETS[budget]
     with tempfile.TemporaryDirectory() as folder:
         make_config(size).save_pretrained(folder)
-        config = RunConfig(
+        config = RunSettings.from_values(
             model_path=folder, algo="LLMREINFORCE", policy="vllm", dtype="float32", lora_r=lora_r, kl_coeff=0.0,
             batch_size=ROWS, max_model_len=LENGTH, max_tokens=max_tokens, gradient_checkpointing=checkpointing,
         )  # fmt: skip

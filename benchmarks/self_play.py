@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerFast
 
 from torchrl_llm.envs import EnvSpec, SelfPlayEnv, resolve_env
 from torchrl_llm.modules import PlayerPolicy
-from torchrl_llm.runs import Match, Run, RunConfig, build_run, play_match
+from torchrl_llm.runs import Match, Run, RunSettings, build_run, play_match
 from torchrl_llm.testing.take_away import TakeAway, take_at_random, take_well
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer, word_tokenizer
@@ -174,7 +174,7 @@ def make_run(game: str, folder: Path, model: Path, **settings: Any) -> Run:
     """A run of self-play from the weights in ``model``."""
     chosen = GAMES[game]
     paths = {"model_path": str(model), "tokenizer_path": str(model.parent / "tokenizer"), "output_dir": folder}
-    config = RunConfig(**COMMON | chosen["settings"] | settings | paths)  # type: ignore[arg-type]
+    config = RunSettings.from_values(**COMMON | chosen["settings"] | settings | paths)  # type: ignore[arg-type]
     return build_run(config, env=chosen["env"]())
 
 
@@ -206,7 +206,7 @@ def against(run: Run, opponent: Any) -> Match:
     env = run.make_env(stream="test")
     assert isinstance(env, SelfPlayEnv)
     if not hasattr(opponent, "submit"):
-        limit = run.config.max_output_tokens
+        limit = run.config.sampling.max_output_tokens
         opponent = PlayerPolicy(opponent, run.tokenizer, env.formatter.answer, max_output_tokens=limit)
     try:
         return play_match(env, run.policy, opponent, MATCH)

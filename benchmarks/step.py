@@ -30,7 +30,7 @@ import torch
 from episodes import cpu_seconds
 
 from torchrl_llm.envs import PromptDatasetEnv
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 
 PREFIX = "You are a careful assistant that answers arithmetic questions. Think briefly, then give only the number. "
 GROUP = 8
@@ -41,9 +41,9 @@ def reward_fn(completion: str, answer: str, question: str) -> float:
     return float(len(completion) % 7)
 
 
-def make_config(arguments: argparse.Namespace, folder: Path) -> RunConfig:
+def make_config(arguments: argparse.Namespace, folder: Path) -> RunSettings:
     """The work described above, as settings."""
-    return RunConfig(
+    return RunSettings.from_values(
         algo="GRPO",
         model_path=arguments.model_dir,
         dtype=arguments.dtype,

@@ -18,9 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs import RunSettings
+from torchrl_llm.runs.settings_file import write_settings
 from torchrl_llm.tuning import TuningConfig, report_best, summary, tune
 from torchrl_llm.utils.files import write_text
+from torchrl_llm.utils.sections import in_sections
 
 ROOT = Path(__file__).resolve().parents[1]
 # As examples/configs/tiny_reinforce_llm.yaml, but without what depends on how long a run is, and
@@ -53,12 +55,21 @@ def search(output: Path, scheduler: str, seed: int) -> dict[str, Any]:
     if done.exists():
         return json.loads(done.read_text())
     folder.mkdir(parents=True, exist_ok=True)
-    given = RunConfig.from_yaml(ROOT / "examples" / "configs" / "tiny_reinforce_llm.yaml")
-    RunConfig(**{**vars(given), **CHANGES, "seed": seed}).save(folder / "all.yaml")
-    # Without the settings that a search decides.
-    lines = (folder / "all.yaml").read_text().splitlines(keepends=True)
-    owned = ("output_dir:", "max_iterations:", "max_seconds:", "stop_at_success:")
-    write_text(folder / "base.yaml", "".join(line for line in lines if not line.startswith(owned)))
+    given = RunSettings.from_yaml(ROOT / "examples" / "configs" / "tiny_reinforce_llm.yaml")
+    values = given.replace(**CHANGES, seed=seed).as_json()
+    # Without the settings that a search decides, and those about the start of a run.
+    owned = (
+        "output_dir",
+        "max_iterations",
+        "max_seconds",
+        "stop_at_success",
+        "resume",
+        "resume_from",
+        "accept_changes",
+        "overwrite",
+    )
+    kept = {name: value for name, value in values.items() if name not in owned}
+    write_settings(in_sections(RunSettings, kept), folder / "base.yaml")
     tuning = TuningConfig(
         base=folder / "base.yaml", output_dir=folder / "search", scheduler=scheduler, seed=seed, **SEARCH
     )

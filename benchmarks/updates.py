@@ -17,7 +17,6 @@ Prints one JSON object, as ``benchmarks/sampling.py`` does.
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def whole(algo: str, **settings: Any) -> Work:
     """The update of an iteration, credit and reference included."""
     folder = tempfile.mkdtemp()
     iteration.make_model(Path(folder))
-    config = replace(iteration.make_config(algo, folder, 99), **settings)
+    config = iteration.make_config(algo, folder, 99).replace(**settings)
     run = build_run(config, env=iteration.AnyGuess)
     rows = run.trainer.collect(iter(run.trainer.collector))
     return lambda: run.trainer.learn(rows.clone())

@@ -6,7 +6,6 @@ import inspect
 import pkgutil
 import re
 import sys
-from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,11 +18,12 @@ from sphinx.util import inspect as sphinx_inspect
 import torchrl_llm
 from torchrl_llm import keys
 from torchrl_llm.metrics import METRICS
-from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs import RunSettings
 from torchrl_llm.runs.config import shown_default
-from torchrl_llm.trainers import TrainerConfig
+from torchrl_llm.runs.schema import title_of
 from torchrl_llm.utils.options import describe, meanings, options_of
 from torchrl_llm.utils.other_systems import SYSTEMS
+from torchrl_llm.utils.sections import sections_of
 
 project = "torchrl_llm"
 author = "torchrl_llm contributors"
@@ -90,15 +90,24 @@ def _metrics_table() -> str:
     return "\n\n".join(parts)
 
 
-def _settings_table(config: type, *, without: tuple[str, ...] = ()) -> str:
+def _settings_table(cls: type) -> str:
     """The fields of a dataclass with the meaning that the docstrings below them give."""
-    meaning = meanings(config)
+    meaning = meanings(cls)
     rows = [
-        f"| `{field.name}` | {_cell(describe(options_of(config)[field.name].hint))} | `{shown_default(field.name)}` | {_cell(meaning[field.name])} |"
-        for field in fields(config)
-        if field.name not in without
+        f"| `{name}` | {_cell(describe(option.hint))} | `{shown_default(name)}` | {_cell(meaning[name])} |"
+        for name, option in options_of(cls).items()
+        if name not in sections_of(cls)
     ]
     return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def _run_settings() -> str:
+    """The settings of a run, a table for each section."""
+    tables = [_settings_table(RunSettings)]
+    for name, part in sections_of(RunSettings).items():
+        of = f"`{name}`: {{py:class}}`~{part.__module__.rpartition('.')[0]}.{part.__name__}`"
+        tables += [f"### {title_of(part)}", of, _settings_table(part)]
+    return "\n\n".join(tables)
 
 
 def _other_systems() -> str:
@@ -116,7 +125,7 @@ PACKAGES = {
     "rendering": (),
     "stops": (),
     "functional": (),
-    "utils": ("arguments", "fingerprint", "interrupts", "options"),
+    "utils": ("arguments", "fingerprint", "interrupts", "options", "sections"),
     "envs": ("rules", "template_probe", "template_properties"),
     "modules": ("base_products", "kernels", "prefixes", "segments"),
     "data": (),
@@ -140,7 +149,7 @@ PACKAGES = {
 }
 """Each package of the library, and its modules that are documented by themselves."""
 
-HERE = {"RunConfig", "TrainerConfig", "KeySpec"}
+HERE = {"RunSettings", "TrainerConfig", "KeySpec"}
 """Documented on a page of their own, or by themselves."""
 
 
@@ -210,8 +219,7 @@ myst_substitutions = {
     "row_view": _keys_table(keys.ROW_VIEW),
     "metrics_tables": _metrics_table(),
     "other_systems": _other_systems(),
-    "trainer_settings": _settings_table(TrainerConfig),
-    "run_settings": _settings_table(RunConfig, without=tuple(field.name for field in fields(TrainerConfig))),
+    "run_settings": _run_settings(),
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_llm.modules import ActorCritic
 from torchrl_llm.objectives import LLMGRPOLoss
-from torchrl_llm.runs import RunConfig, build_run, parse_run_config
+from torchrl_llm.runs import RunSettings, build_run, parse_settings
 
 
 class SmoothClipLoss(LLMGRPOLoss):
@@ -22,12 +22,12 @@ class SmoothClipLoss(LLMGRPOLoss):
         return self.clip_high * (log_ratio / self.clip_high).tanh() * advantage
 
 
-def make_loss(config: RunConfig, models: ActorCritic) -> SmoothClipLoss:
+def make_loss(config: RunSettings, models: ActorCritic) -> SmoothClipLoss:
     """The loss of a run, with every setting that ``config`` has for GRPO."""
     return SmoothClipLoss(models.actor, **config.loss_options(SmoothClipLoss))
 
 
-def main(config: RunConfig) -> list[dict[str, float]]:
+def main(config: RunSettings) -> list[dict[str, float]]:
     """Train with :class:`SmoothClipLoss`; returns the metrics of every iteration."""
     run = build_run(config, make_loss=make_loss)
     before = run.final_evaluation()
@@ -38,4 +38,4 @@ def main(config: RunConfig) -> list[dict[str, float]]:
 
 
 if __name__ == "__main__":
-    main(parse_run_config(description=__doc__))
+    main(parse_settings(description=__doc__))

@@ -7,7 +7,7 @@ report.
     accelerate launch --config_file examples/configs/accelerate_fsdp2.yaml examples/multiturn.py \\
         --config examples/configs/tiny_ppo_llm.yaml
 
-It is ``torchrl-llm train``. ``--help`` documents every setting; ``--resume`` continues where a run
+It is ``torchrl-llm train``. ``--help`` lists the settings; ``--resume`` continues where a run
 was stopped. The report goes to ``--output-dir``: ``report.html`` (one page with curves and
 episodes: open it in a browser), ``episodes.md``, ``result.json``, ``metrics.csv``, and checkpoints
 whose weights PEFT and transformers load.
@@ -18,10 +18,10 @@ from functools import partial
 
 from torchrl_llm.cli import main as command
 from torchrl_llm.report import run_and_report
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 
 
-def main(config: RunConfig) -> dict:
+def main(config: RunSettings) -> dict:
     """Evaluate, train, evaluate, report; returns what ``result.json`` holds (of several processes
     the first one writes it)."""
     return run_and_report(config, partial(build_run, config))

@@ -22,18 +22,18 @@ from typing import Any
 from multiturn import main
 from transformers.utils.logging import disable_progress_bar
 
-from torchrl_llm.runs import RunConfig, parse_run_config
+from torchrl_llm.runs import RunSettings, parse_settings
 from torchrl_llm.utils.optional import import_ray
 
 
-def start_ray(config: RunConfig, address: str | None) -> Any:
+def start_ray(config: RunSettings, address: str | None) -> Any:
     """Ray, connected to the cluster at ``address``, or to one of its own that has CPUs to give to
     all workers."""
     ray = import_ray()
     if address is not None:
         ray.init(address=address)
     else:
-        asked = math.ceil((config.ray_workers or 2) * (config.ray_worker_cpus or 1))
+        asked = math.ceil((config.ray.ray_workers or 2) * (config.ray.ray_worker_cpus or 1))
         ray.init(address="local", num_cpus=max(os.cpu_count() or 1, asked), include_dashboard=False)
     return ray
 
@@ -44,7 +44,7 @@ if __name__ == "__main__":
     flags = argparse.ArgumentParser(add_help=False)
     flags.add_argument("--address")
     own, rest = flags.parse_known_args()
-    config = parse_run_config([*rest, "--collector=ray"], description=__doc__)
+    config = parse_settings([*rest, "--collector=ray"], description=__doc__)
     ray = start_ray(config, own.address)
     try:
         main(config)

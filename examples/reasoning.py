@@ -11,7 +11,6 @@ report goes to ``--output-dir``.
 """
 
 import logging
-from dataclasses import replace
 from functools import partial
 
 from arithmetic import arithmetic_splits, make_student
@@ -19,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from torchrl_llm.envs import PromptDatasetEnv
 from torchrl_llm.report import run_and_report
-from torchrl_llm.runs import Run, RunConfig, build_run, parse_run_config
+from torchrl_llm.runs import Run, RunSettings, build_run, parse_settings
 
 
 def reward_fn(completion: str, answer: str, question: str) -> float:
@@ -27,31 +26,31 @@ def reward_fn(completion: str, answer: str, question: str) -> float:
     return float(completion.strip() == answer)
 
 
-def main(config: RunConfig) -> dict:
+def main(config: RunSettings) -> dict:
     """Evaluate, train, evaluate, report; returns what ``result.json`` holds."""
     return run_and_report(config, partial(build, config))
 
 
-def build(config: RunConfig) -> Run:
+def build(config: RunSettings) -> Run:
     """The run of ``config``, with its questions and, if it asks for one, a model made from them."""
-    splits = arithmetic_splits(seed=config.seed)
-    if config.model_path == "arithmetic":
+    splits = arithmetic_splits(seed=config.trainer.seed)
+    if config.model.model_path == "arithmetic":
         config = with_student(config, splits["train"])
     return build_run(config, make_env=partial(PromptDatasetEnv, splits, reward_fn))
 
 
-def with_student(config: RunConfig, rows: list[dict[str, str]]) -> RunConfig:
+def with_student(config: RunSettings, rows: list[dict[str, str]]) -> RunSettings:
     """``config`` with a small model that learned from ``rows``, made in ``output_dir`` unless a
     resumed run has it."""
-    model_path, tokenizer_path = config.output_dir / "student", config.output_dir / "student_tokenizer"
-    if not (config.resume and model_path.exists()):
-        model, tokenizer = make_student(rows, seed=config.seed)
+    model_path, tokenizer_path = config.output.output_dir / "student", config.output.output_dir / "student_tokenizer"
+    if not (config.output.resume and model_path.exists()):
+        model, tokenizer = make_student(rows, seed=config.trainer.seed)
         model.save_pretrained(model_path)
         tokenizer.save_pretrained(tokenizer_path)
-    return replace(config, model_path=str(model_path), tokenizer_path=str(tokenizer_path))
+    return config.replace(model_path=str(model_path), tokenizer_path=str(tokenizer_path))
 
 
 if __name__ == "__main__":
     disable_progress_bar()  # transformers' own, for loading and saving: they break ours
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    main(parse_run_config(description=__doc__))
+    main(parse_settings(description=__doc__))

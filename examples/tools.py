@@ -24,7 +24,7 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.report import run_and_report
-from torchrl_llm.runs import build_run, parse_run_config
+from torchrl_llm.runs import build_run, parse_settings
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import load_tiny_tokenizer
 
@@ -67,7 +67,7 @@ def main() -> TensorDict:
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        config = parse_run_config(description=__doc__)
+        config = parse_settings(description=__doc__)
         run_and_report(config, partial(build_run, config, env=sums))
     else:
         main()

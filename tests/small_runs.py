@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from tensordict.nn import TensorDictModule
 
-from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs import RunSettings
 
 SMALL = {
     "model_path": "tiny",
@@ -39,8 +39,10 @@ class ModelStub:
     joint = None
 
 
-def small_config(tmp_path, algo="LLMREINFORCE", **settings) -> RunConfig:
-    return RunConfig(**SMALL | {"algo": algo, "output_dir": tmp_path / "run"} | EVERY_ALGORITHM[algo] | settings)
+def small_config(tmp_path, algo="LLMREINFORCE", **settings) -> RunSettings:
+    return RunSettings.from_values(
+        **SMALL | {"algo": algo, "output_dir": tmp_path / "run"} | EVERY_ALGORITHM[algo] | settings
+    )
 
 
 def one_batch(run):

@@ -11,7 +11,6 @@ import re
 import shlex
 import sys
 import tomllib
-from dataclasses import fields
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -23,9 +22,10 @@ import pytest
 
 from torchrl_llm import functional, keys
 from torchrl_llm.cli import command_parser
-from torchrl_llm.runs import Run, RunConfig
+from torchrl_llm.runs import Run, RunSettings
 from torchrl_llm.tuning import TuningConfig
 from torchrl_llm.utils.options import options_of
+from torchrl_llm.utils.sections import settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FOUND = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "recipes").glob("*.md")]
@@ -174,11 +174,11 @@ class TestCommands:
             return
         given = [word for word in words[words.index(scripts[0]) + 1 :] if word.startswith("--") and word != "--help"]
         source = with_its_neighbours(ROOT / scripts[0])
-        fields_of_config = {field.name for field in fields(RunConfig)} | {"config"}
+        fields_of_config = settings_of(RunSettings).keys() | {"config"}
         for flag in given:
             name = flag[2:].partition("=")[0]
             known = f'"--{name}"' in source
-            assert known or ("RunConfig" in source and name.replace("-", "_") in fields_of_config), flag
+            assert known or ("RunSettings" in source and name.replace("-", "_") in fields_of_config), flag
 
     @pytest.mark.parametrize("words", [each for each in COMMANDS if each.values[0][0] == "torchrl-llm"])
     def test_commands_of_the_package_and_their_flags_are_known(self, words):
@@ -288,7 +288,7 @@ def tables(text: str) -> list[list[dict[str, str]]]:
 
 
 def settings_named(ours: str) -> list[str]:
-    """Bare identifiers in backticks: fields of ``RunConfig``, as the page says."""
+    """Bare identifiers in backticks: fields of ``RunSettings``, as the page says."""
     return re.findall(r"(?<![\w}])`([a-z_]+)`", ours)
 
 
@@ -296,7 +296,7 @@ class TestMigratingFromAgileRL:
     page = (ROOT / "docs" / "migrating_from_agilerl.md").read_text()
 
     def test_bare_names_in_the_column_ours_are_settings(self):
-        known = {field.name for settings in (RunConfig, TuningConfig) for field in fields(settings)}
+        known = settings_of(RunSettings).keys() | settings_of(TuningConfig).keys()
         named = [name for table in tables(self.page) for row in table for name in settings_named(row.get("ours", ""))]
         assert len(named) > 40
         assert set(named) <= known

@@ -14,7 +14,7 @@ from torchrl.envs import RewardScaling, TransformedEnv
 from torchrl_llm import keys
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.objectives import LLMReinforceLoss, TurnEstimator
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.trainers import Callback
 from torchrl_llm.utils.options import Share
 
@@ -33,7 +33,7 @@ SMALL = {
 
 
 def small_run(tmp_path, *, settings=None, **parts):
-    return build_run(RunConfig(output_dir=tmp_path, **SMALL | (settings or {})), **parts)
+    return build_run(RunSettings.from_values(output_dir=tmp_path, **SMALL | (settings or {})), **parts)
 
 
 class CenteredReturn(TurnEstimator):
@@ -88,7 +88,7 @@ class TestTransformedEnvironment:
 
     @staticmethod
     def make_env(**options):
-        return TransformedEnv(GEMEnv(RunConfig().env_name, **options), RewardScaling(loc=0.0, scale=10.0))
+        return TransformedEnv(GEMEnv(RunSettings().env.env_name, **options), RewardScaling(loc=0.0, scale=10.0))
 
     def test_a_run_learns_from_what_the_transform_makes_of_rewards(self, tmp_path):
         ((plain,), (scaled,)) = (

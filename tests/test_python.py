@@ -112,7 +112,7 @@ WITHOUT_GEM = """
 
     from torchrl_llm.envs import MissingGEMError, PromptDatasetEnv
     from torchrl_llm.testing.environments import StopOrGo
-    from torchrl_llm.runs import RunConfig, build_run
+    from torchrl_llm.runs import RunSettings, build_run
 
     SETTINGS = dict(
         model_path="tiny", lora_r=0, kl_coeff=0.0, num_envs=4, batch_size=4, max_model_len=128, max_output_tokens=8,
@@ -122,7 +122,7 @@ WITHOUT_GEM = """
 
 
     def trained(name, **env):
-        run = build_run(RunConfig(algo="LLMREINFORCE", output_dir=Path(sys.argv[1]) / name, **SETTINGS), **env)
+        run = build_run(RunSettings.from_values(algo="LLMREINFORCE", output_dir=Path(sys.argv[1]) / name, **SETTINGS), **env)
         before = [weight.detach().clone() for weight in run.models.actor_parameters()]
         (metrics,) = run.trainer.train()
         assert any((old != new).any() for old, new in zip(before, run.models.actor_parameters(), strict=True))
@@ -147,7 +147,7 @@ WITHOUT_GEM = """
     dataset = partial(PromptDatasetEnv, SPLITS, any_reward)
     print("played", trained("own", env=AnyReward), trained("rows", make_env=dataset))
     try:
-        build_run(RunConfig(algo="LLMREINFORCE", output_dir=Path(sys.argv[1]) / "gem", **SETTINGS))
+        build_run(RunSettings.from_values(algo="LLMREINFORCE", output_dir=Path(sys.argv[1]) / "gem", **SETTINGS))
     except MissingGEMError as error:
         print("refused", error)
     assert "gem" not in sys.modules

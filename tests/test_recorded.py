@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 
 RECORDING = Path(__file__).parent / "recorded" / "runs.pt.gz"
 
@@ -48,7 +48,7 @@ RUNS = {
 def run(settings: dict, output_dir: Path) -> tuple[list[dict], list[dict]]:
     """The rows that each update of a run learned from, and its metrics; the last of these are the
     norms of the weights."""
-    found = build_run(RunConfig(output_dir=output_dir, **COMMON | settings))
+    found = build_run(RunSettings.from_values(output_dir=output_dir, **COMMON | settings))
     rows: list[dict] = []
     learn = found.trainer.learn
     found.trainer.learn = lambda batch, **options: rows.append(leaves(batch)) or learn(batch, **options)

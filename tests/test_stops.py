@@ -13,7 +13,7 @@ from torchrl_llm.collectors._worker import RolloutWorker, WorkerRequest
 from torchrl_llm.envs import ChatFormatter, GEMEnv, PromptDatasetEnv
 from torchrl_llm.modules import HFPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.stops import response_end_ids, share_stop_ids
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -163,7 +163,7 @@ class TestBuildRun:
         lm.save_pretrained(tmp_path / "model")
         TOKENIZER.save_pretrained(tmp_path / "tokenizer")
         heard: list[str] = []
-        config = RunConfig(
+        config = RunSettings.from_values(
             model_path=str(tmp_path / "model"), tokenizer_path=str(tmp_path / "tokenizer"), output_dir=tmp_path / "run",
             lora_r=2, lora_targets="all-linear", batch_size=8, num_envs=8, max_iterations=1, max_output_tokens=48,
             min_output_tokens=2, max_model_len=128, progress=False, final_episodes=8, evaluation_interval=0,

@@ -183,7 +183,7 @@ def walks() -> tuple[Walk, Walk]:
             ended.append(True)
 
     with tempfile.TemporaryDirectory() as folder:
-        config = runs.RunConfig(**SETTINGS, output_dir=Path(folder) / "run")
+        config = runs.RunSettings.from_values(**SETTINGS, output_dir=Path(folder) / "run")
         with profiled(enter):
             run = runs.build_run(config, env=PaysOnce)
         with profiled(follow):

@@ -38,7 +38,7 @@ The nouns, in the order in which a batch meets them:
 - *trainer*: :class:`~torchrl_llm.trainers.LLMTrainer` is the loop over all of these;
   :class:`~torchrl_llm.trainers.Callback` watches it.
 - *run*: :func:`~torchrl_llm.runs.build_run` makes a trainer of a
-  :class:`~torchrl_llm.runs.RunConfig`, with a folder, checkpoints, trackers and a report.
+  :class:`~torchrl_llm.runs.RunSettings`, with a folder, checkpoints, trackers and a report.
 
 Importing this package never imports vLLM, Ray or Weights & Biases.
 """

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.runs.table import read_metrics
 from torchrl_llm.testing.environments import EarlyDecision
 from torchrl_llm.testing.tiny import random_model
@@ -63,7 +63,7 @@ def train_early(name: str, seed: int, chosen: dict[str, float], output: Path) ->
     tokenizer.save_pretrained(output / "tokenizer")
     options = EARLY | ALGORITHMS[name] | chosen | {"seed": seed}
     paths = {"model_path": str(output / "model"), "tokenizer_path": str(output / "tokenizer"), "output_dir": output}
-    run = build_run(RunConfig(**options, **paths), env=EarlyDecision)
+    run = build_run(RunSettings.from_values(**options, **paths), env=EarlyDecision)
     before = run.final_evaluation()
     run.trainer.train()
     after = run.final_evaluation()

@@ -16,7 +16,6 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import yaml
 from learning import drawn_seeds
 from matplotlib.figure import Figure
 from report import fill
@@ -99,9 +98,51 @@ RULES = {
 }
 
 
+_ORDER = (
+    *(
+        "algo",
+        "model_path",
+        "dtype",
+        "device",
+        "lora_r",
+        "env_name",
+        "batch_size",
+        "num_envs",
+        "minibatch_size",
+        "lr_actor",
+        "adam_beta2",
+    ),
+    *(
+        "warmup_fraction",
+        "lr_decay_fraction",
+        "min_lr_fraction",
+        "kl_coeff",
+        "gamma",
+        "clip_advantage",
+        "entropy_coeff",
+        "target_kl",
+    ),
+    *(
+        "target_kl_share",
+        "max_model_len",
+        "max_output_tokens",
+        "max_tokens",
+        "max_steps",
+        "evaluation_interval",
+        "final_episodes",
+    ),
+)
+"""The settings as they stood in the file when the study was registered, which :func:`digest` is
+of."""
+
+
 def settings(name: str) -> dict[str, Any]:
     """Of the run of an estimator, but for its folders and its seed."""
-    base = {k: v for k, v in yaml.safe_load(CONFIG.read_text()).items() if k != "output_dir"}
+    from torchrl_llm.runs import RunSettings
+    from torchrl_llm.runs.settings_file import read_settings
+
+    values = dict(read_settings(CONFIG, RunSettings))
+    base = {name: values.pop(name) for name in _ORDER} | {k: v for k, v in values.items() if k != "output_dir"}
     return base | COMMON | ({} if name == START else registered.ESTIMATORS[name] | OWN.get(name, {}))
 
 
@@ -131,7 +172,7 @@ def train(name: str, start: Path, output: Path) -> None:
     import torch
 
     from torchrl_llm import keys
-    from torchrl_llm.runs import RunConfig, build_run
+    from torchrl_llm.runs import RunSettings, build_run
     from torchrl_llm.trainers import Callback, evaluate
 
     torch.set_num_threads(1)
@@ -144,14 +185,15 @@ def train(name: str, start: Path, output: Path) -> None:
 
     seed = drawn_seeds(DRAW, 1)[0]
     built = build_run(
-        RunConfig(**settings(name), seed=seed, init_from=start, output_dir=output / "run"), callbacks=[Watch()]
+        RunSettings.from_values(**settings(name), seed=seed, init_from=start, output_dir=output / "run"),
+        callbacks=[Watch()],
     )
     try:
         if name != START:
             built.trainer.train()
         env = built.make_env(stream="test")
         with built.trainer.policy_weights():
-            found = evaluate(env, built.policy, built.config.final_episodes)
+            found = evaluate(env, built.policy, built.config.evaluation.final_episodes)
         env.close()
         numbers = found.rows[keys.TASK_ID].tolist()
         result = {

@@ -54,7 +54,7 @@ def mean_regret(rows: Any) -> float:
 
 def train(name: str, world: str, seed: int, chosen: dict[str, float], iterations: int, output: Path) -> None:
     """One run from random weights; writes ``result.json``."""
-    from torchrl_llm.runs import RunConfig, build_run
+    from torchrl_llm.runs import RunSettings, build_run
     from torchrl_llm.testing.credit_worlds import CREDIT_WORLDS
     from torchrl_llm.testing.tiny import random_model
     from torchrl_llm.testing.tokenizers import word_tokenizer
@@ -76,7 +76,9 @@ def train(name: str, world: str, seed: int, chosen: dict[str, float], iterations
         "tokenizer_path": str(output / "tokenizer"),
         "output_dir": output / "run",
     }
-    config = RunConfig(**settings, **paths, env_name=f"world:{world}", env_options=options, overwrite=True)
+    config = RunSettings.from_values(
+        **settings, **paths, env_name=f"world:{world}", env_options=options, overwrite=True
+    )
     run = build_run(config, callbacks=[Watch()])
     before = final_regret(run, evaluate)
     run.trainer.train()
@@ -101,10 +103,10 @@ def final_regret(run: Any, evaluate: Any) -> float:
     shows at their end."""
     env = run.make_env(stream="test")
     try:
-        if "limit" in run.config.env_options:
-            env.set_curriculum(options=[run.config.env_options | {"limit": None}])
+        if "limit" in run.config.env.env_options:
+            env.set_curriculum(options=[run.config.env.env_options | {"limit": None}])
         with run.trainer.policy_weights():
-            return mean_regret(evaluate(env, run.policy, run.config.final_episodes).rows)
+            return mean_regret(evaluate(env, run.policy, run.config.evaluation.final_episodes).rows)
     finally:
         env.close()
 

@@ -78,11 +78,11 @@ class Model:
     @cached_property
     def token(self) -> float:
         """Of its keys and values."""
-        return engine_context(self.config, self.shapes) / self.config.max_model_len
+        return engine_context(self.config, self.shapes) / self.config.env.max_model_len
 
     def contexts(self, share: float, card: str, tensor_parallel: int) -> int:
         """Whole contexts of an engine with a share of its GPUs; at most 256."""
-        config = replace(self.config, tensor_parallel_size=tensor_parallel)
+        config = self.config.replace(tensor_parallel_size=tensor_parallel)
         return max(1, min(256, engine_contexts(config, self.shapes, int(share * CARDS[card] * 2**30))))
 
     @cache  # noqa: B019 - models live as long as the script
@@ -178,7 +178,7 @@ class Layout:
         game, each = self.game, self.model.operations
         context, acted = game.tokens / 2, game.sampled / game.tokens
         passes = each(context=context, acted=acted, backward=2) + 2 * each(context=context, acted=acted)
-        if self.model.config.gradient_checkpointing:
+        if self.model.config.model.gradient_checkpointing:
             passes += each(context=context, acted=0.0)
         return self.gpu.train_s(passes * self.batch * game.tokens / game.shared) / self.learners
 
@@ -220,7 +220,7 @@ def layout(
     gpu: GPU = H100,
 ) -> Layout:
     """The division of the GPUs with the shortest iteration."""
-    alone = engine_share(replace(model.config, collector="ray"), None)
+    alone = engine_share(model.config.replace(collector="ray"), None)
     fit = model.contexts(_SLEEPING if gpus == 1 else alone, gpu.card, tensor_parallel)
     choices = [
         # While an update runs, so many batches are in flight as they may be old, and one where

@@ -8,13 +8,12 @@ Nothing of it was measured on a GPU, and none is needed.
 
 import json
 import tempfile
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.gpu.place import SHAPES
-from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs import RunSettings
 from torchrl_llm.runs.engines import engine_share
 from torchrl_llm.runs.memory import OF_UPDATES, TAKEN, default_max_tokens, empty_model, engine_contexts, memory_estimate
 
@@ -78,11 +77,11 @@ class Estimate(NamedTuple):
     sync: float
 
 
-def shaped(model: str, **settings: Any) -> tuple[RunConfig, Any]:
+def shaped(model: str, **settings: Any) -> tuple[RunSettings, Any]:
     """The settings of a case, and its model without weights."""
     with tempfile.TemporaryDirectory() as folder:
         SHAPES[model](architectures=["Qwen2ForCausalLM"], dtype="bfloat16").save_pretrained(folder)
-        config = RunConfig(model_path=folder, **_TABLE | settings)
+        config = RunSettings.from_values(model_path=folder, **_TABLE | settings)
         return config, empty_model(config)
 
 
@@ -90,11 +89,11 @@ def estimate(case: Case) -> Estimate:
     """What a case takes on each card."""
     total, cuda = CARDS[case.card], torch.device("cuda")
     config, model = shaped(case.model, **case.settings)
-    engine = 0.0 if config.collector == "ray" else total * engine_share(config, cuda)
-    beside = 0.0 if config.sleep_mode else engine
+    engine = 0.0 if config.rollouts.collector == "ray" else total * engine_share(config, cuda)
+    beside = 0.0 if config.engine.sleep_mode else engine
     there: dict[str, Any] = {"shards": case.shards, "device": cuda}
-    tokens = config.max_tokens or default_max_tokens(config, model, **there, card=int(total * 2**30))
-    parts = memory_estimate(replace(config, max_tokens=tokens), model, **there)
+    tokens = config.trainer.max_tokens or default_max_tokens(config, model, **there, card=int(total * 2**30))
+    parts = memory_estimate(config.replace(max_tokens=tokens), model, **there)
     working = (parts["activations"] + parts["logits"]) / 2**30
     weights = sum(parts.values()) / 2**30 - working
     contexts = engine_contexts(config, model, int(engine * 2**30))

@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from tensordict import TensorDictBase
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedConfig, Qwen2Config
 
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
 TURNS = 3
@@ -162,7 +162,7 @@ class Place:
             tokenizer.save_pretrained(path)
         return path
 
-    def config(self, name: str, *, model: str = "SmolLM2-135M", **settings: Any) -> RunConfig:
+    def config(self, name: str, *, model: str = "SmolLM2-135M", **settings: Any) -> RunSettings:
         """Settings of a run in ``folder / name``: two iterations of short conversations in float32,
         unless given."""
         defaults = {
@@ -173,7 +173,9 @@ class Place:
         }  # fmt: skip
         chosen: dict[str, Any] = defaults | settings
         path = self.model(model, torch.bfloat16 if chosen["dtype"] == "bfloat16" else torch.float32)
-        return RunConfig(**chosen, model_path=str(path), device=self.device, output_dir=self.folder / name)
+        return RunSettings.from_values(
+            **chosen, model_path=str(path), device=self.device, output_dir=self.folder / name
+        )
 
     def run(self, name: str, **settings: Any) -> Any:
         """A run; ``settings`` are of :meth:`config`, ``env`` or ``make_env``."""

@@ -4,7 +4,6 @@ much memory they take."""
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -60,7 +59,7 @@ class Arithmetic:
         self.tokens = 0
         self.operations = 0.0
         self.model = run.models.model
-        self.backward = 4 if run.config.lora_r == 0 else 2
+        self.backward = 4 if run.config.weights.lora_r == 0 else 2
 
     @contextmanager
     def counted(self, rows: TensorDictBase) -> Iterator[None]:
@@ -264,11 +263,11 @@ def memory(place: Place, model: str, rows: int, **settings: Any) -> dict[str, An
     found: dict[str, Any] = {}
     try:
         batch = collected(place, run, (model, "memory", rows))
-        longest, device = run.config.max_model_len, torch.device(place.device)
+        longest, device = run.config.env.max_model_len, torch.device(place.device)
         for tokens in (2_048, 4_096, 8_192, 16_384):
             run.trainer.config.max_tokens = tokens
             parts = memory_estimate(
-                replace(run.config, max_tokens=max(tokens, longest)), empty_model(run.config), device=device
+                run.config.replace(max_tokens=max(tokens, longest)), empty_model(run.config), device=device
             )
             estimated = sum(parts.values()) - parts.get("keys and values", 0)
             reset_memory(place)

@@ -4,6 +4,7 @@ codes, pipes."""
 import fcntl
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -25,13 +26,14 @@ from waiting import LIMIT, wait_until
 import torchrl_llm
 from torchrl_llm import cli
 from torchrl_llm.cli import COMMANDS, main
-from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs import RunSettings
 from torchrl_llm.runs.flags import resume_command
 from torchrl_llm.runs.saved import find_saved_model, load_saved_model
 from torchrl_llm.runs.schema import settings_schema
 from torchrl_llm.runs.settings_file import Loader
 from torchrl_llm.runs.tiny import tiny_model_path
 from torchrl_llm.utils.options import options_of
+from torchrl_llm.utils.sections import in_sections, settings_of
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
@@ -54,13 +56,22 @@ class TestHelp:
         done = command("train", "--help", folder=tmp_path)
         assert done.returncode == 0
         text = " ".join(done.stdout.split())
-        part = text.index(" The environment: ")
-        assert part < text.index("--max_model_len VALUE") < text.index("How responses are sampled:")
+        assert text.index(" env The environment ") < text.index(" sampling How responses are sampled ")
+        assert len(done.stdout.splitlines()) < 50  # a screen
+        assert "--max_model_len VALUE" not in text
+        done = command("train", "--help", "env", folder=tmp_path)
+        assert "--max_model_len VALUE" in done.stdout
+        assert "--temperature" not in done.stdout
+        text = " ".join(command("train", "--help", "loss", folder=tmp_path).stdout.split())
         assert "default: 0.99 (LLMPPO), 0.9 (LLMREINFORCE), 1.0 (GRPO, SFT)" in text
+        of_name = command("train", "--help", "max-model-len", folder=tmp_path)
+        assert of_name.stdout == command("train", "--help", "env", folder=tmp_path).stdout
+        done = command("train", "--help", "rollout", folder=tmp_path)
+        assert "'rollout' is no topic of --help. Did you mean 'rollouts'?" in done.stderr
 
     def test_called_from_python_it_says_how_to_go_on_from_the_command_line(self, monkeypatch):
         seen, before = [], [*sys.argv]
-        monkeypatch.setattr("torchrl_llm.cli.train.run", lambda _: seen.append(resume_command(RunConfig())) or 0)
+        monkeypatch.setattr("torchrl_llm.cli.train.run", lambda _: seen.append(resume_command(RunSettings())) or 0)
         assert main(["train", "--seed", "3"]) == 0
         assert seen == ["torchrl-llm train --seed 3 --resume"]
         assert sys.argv == before
@@ -74,7 +85,10 @@ class TestHelp:
     def test_completion_knows_commands_and_settings(self, tmp_path):
         done = command("--print-completion", "bash", folder=tmp_path)
         assert done.returncode == 0, done.stderr
-        assert "--max_model_len" in done.stdout
+        lists = dict(line.split("=", 1) for line in done.stdout.splitlines() if "_option_strings=" in line)
+        for name in ("train", "warmup", "doctor"):
+            (flags,) = (flags for key, flags in lists.items() if key.endswith(f"{name}_option_strings"))
+            assert {f"--{each}" for each in settings_of(RunSettings)} <= {*re.findall(r"--\w+", flags)}, name
         assert "export" in done.stdout
 
 
@@ -174,7 +188,7 @@ class TestTrain:
         assert "report: run/" in done.stderr
         assert "|" not in done.stderr  # no progress bar in a pipe
         # and no decision about a later start
-        assert RunConfig.from_yaml(run / "config.yaml").progress is None
+        assert RunSettings.from_yaml(run / "config.yaml").output.progress is None
 
     def test_resumes(self, trained):
         run, _ = trained
@@ -218,7 +232,7 @@ class TestSchema:
     def test_is_what_train_prints(self, tmp_path):
         done = command("train", "--print-schema", folder=tmp_path)
         assert json.loads(done.stdout) == settings_schema()
-        assert settings_schema()["properties"].keys() == options_of(RunConfig).keys()
+        assert settings_schema()["properties"].keys() == options_of(RunSettings).keys()
 
     def test_accepts_every_shipped_file_and_the_defaults(self):
         check = fastjsonschema.compile(settings_schema())
@@ -226,7 +240,7 @@ class TestSchema:
         assert len(files) > 5
         for path in files:
             check(yaml.load(path.read_text(), Loader))
-        check(RunConfig().as_json())
+        check(in_sections(RunSettings, RunSettings().as_json()))
 
     @pytest.mark.parametrize(
         ("settings", "said"),
@@ -241,7 +255,7 @@ class TestSchema:
     )
     def test_refuses_what_the_settings_refuse(self, settings, said):
         with pytest.raises(fastjsonschema.JsonSchemaException, match=said):
-            fastjsonschema.compile(settings_schema())(settings)
+            fastjsonschema.compile(settings_schema())(in_sections(RunSettings, settings) or settings)
 
 
 class TestEval:

@@ -15,7 +15,7 @@ from torchrl_llm.cli import doctor
 from torchrl_llm.cli._fit import fit
 from torchrl_llm.cli._installation import check_extra, check_requirements
 from torchrl_llm.modules import load_actor_critic
-from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs import RunSettings
 from torchrl_llm.runs.build import make_lora
 from torchrl_llm.runs.memory import empty_model, memory_estimate
 from torchrl_llm.runs.tiny import tiny_model_path
@@ -141,20 +141,22 @@ def test_of_demonstrations(tmp_path, monkeypatch, given, state, said):
     for name, role in (("talks", "assistant"), ("bad", "narrator")):
         messages = [{"role": "user", "content": "Guess."}, {"role": role, "content": "5"}]
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages}))
-    config = RunConfig(model_path="tiny", lora_r=0, algo="SFT", demonstrations=given)
+    config = RunSettings.from_values(model_path="tiny", lora_r=0, algo="SFT", demonstrations=given)
     found = {finding.name: finding for finding in fit(config)}
     assert found["demonstrations"].state == state
     assert said in found["demonstrations"].text
 
 
 def test_where_the_device_fails_the_default_is_said_to_be_that_of_a_cpu():
-    found = {finding.name: finding for finding in fit(RunConfig(model_path="tiny", lora_r=4, device="gpu"))}
+    found = {
+        finding.name: finding for finding in fit(RunSettings.from_values(model_path="tiny", lora_r=4, device="gpu"))
+    }
     assert found["device"].state == "fails"
     assert found["max_tokens"].text.endswith("the default for this model on a CPU")
 
 
 def test_a_bound_above_the_memory_stops_no_run():
-    config = RunConfig(model_path="tiny", lora_r=4, kl_coeff=0.0, max_tokens=100_000_000)
+    config = RunSettings.from_values(model_path="tiny", lora_r=4, kl_coeff=0.0, max_tokens=100_000_000)
     found = {finding.name: finding for finding in fit(config)}
     assert found["max_tokens"].text == "100,000,000 of a forward and backward pass, as given"
     assert found["memory"].state == "note"
@@ -170,7 +172,9 @@ def on_a_card(tmp_path, **settings):
     shape.dtype = "bfloat16"
     shape.save_pretrained(tmp_path)
     with pretended_gpu(memory=2**30):
-        found = fit(RunConfig(model_path=str(tmp_path), lora_r=4, policy="vllm", sleep_mode=True, **settings))
+        found = fit(
+            RunSettings.from_values(model_path=str(tmp_path), lora_r=4, policy="vllm", sleep_mode=True, **settings)
+        )
         return {finding.name: finding for finding in found}
 
 
@@ -233,13 +237,15 @@ class TestMemoryEstimate:
     )
     def test_is_near_what_was_measured(self, shapes, tokens, checkpointing, mib):
         settings = {"algo": "LLMREINFORCE", "kl_coeff": 0.0, "dtype": "float32", "model_path": str(shapes)}
-        config = RunConfig(**settings, max_tokens=tokens, max_model_len=448, gradient_checkpointing=checkpointing)
+        config = RunSettings.from_values(
+            **settings, max_tokens=tokens, max_model_len=448, gradient_checkpointing=checkpointing
+        )
         parts = memory_estimate(config, empty_model(config))
         update = sum(parts[name] for name in ("base weights", "trained weights", "activations", "logits"))
         assert update / 2**20 == pytest.approx(mib, rel=0.15)
 
     def test_weights_are_those_that_are_made(self):
-        config = RunConfig(model_path="tiny", lora_r=4, kl_coeff=0.0)
+        config = RunSettings.from_values(model_path="tiny", lora_r=4, kl_coeff=0.0)
         parts = memory_estimate(config, empty_model(config))
         models = load_actor_critic(tiny_model_path(), lora=make_lora(config), critic=True)
         # the head

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-import yaml
 from accelerate import Accelerator
 from markdown_it import MarkdownIt
 from peft import LoraConfig
@@ -14,7 +13,7 @@ from peft import LoraConfig
 from torchrl_llm.envs import GEMEnv, UnknownEnvironmentError
 from torchrl_llm.modules import load_actor_critic
 from torchrl_llm.report.run_report import run_and_report
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.runs.export import export_model, model_card
 from torchrl_llm.runs.run_folder import MARK
 from torchrl_llm.runs.saved import SETTINGS, environment_of, find_saved_model, load_saved_model
@@ -23,6 +22,7 @@ from torchrl_llm.runs.tiny import tiny_model_path
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.trainers import evaluate
 from torchrl_llm.utils.options import ConfigError
+from torchrl_llm.utils.sections import in_sections
 from torchrl_llm.utils.terminal import UNSEEN, one_line
 
 
@@ -50,19 +50,28 @@ def whole(tmp_path):
 class TestFind:
     def test_settings_beside_a_model_import_nothing(self, whole, monkeypatch):
         (whole / "strange_module.py").write_text("raise RuntimeError('imported')\n")
-        (whole / SETTINGS).write_text("estimator: strange_module:Estimator\ntemperature: 0.7\n")
+        (whole / SETTINGS).write_text("loss:\n  estimator: strange_module:Estimator\nsampling:\n  temperature: 0.7\n")
         monkeypatch.syspath_prepend(whole)
-        assert find_saved_model(whole).config().temperature == 0.7
+        assert find_saved_model(whole).config().sampling.temperature == 0.7
         assert "strange_module" not in sys.modules
 
+    def test_settings_of_version_0_2_have_no_sections(self, whole):
+        (whole / SETTINGS).write_text("env_name: game:Wordle-v0\ntemperature: 0.7\nlr_actor: 1e-5\n")
+        config = find_saved_model(whole).config()
+        assert (config.env.env_name, config.sampling.temperature) == ("game:Wordle-v0", 0.7)
+        (whole / SETTINGS).write_text("env: {env_name: game:Wordle-v0}\ntemperature: 0.7\n")
+        assert find_saved_model(whole).config() == config
+
     def test_another_environment_has_no_weights_of_the_runs_mixture(self, whole):
-        (whole / SETTINGS).write_text("env_name: [game:Wordle-v0, game:Hangman-v0]\nenv_weights: [1.0, 2.0]\n")
+        (whole / SETTINGS).write_text(
+            "env:\n  env_name: [game:Wordle-v0, game:Hangman-v0]\n  env_weights: [1.0, 2.0]\n"
+        )
         saved = find_saved_model(whole)
-        assert saved.config().env_weights == [1.0, 2.0]
-        assert saved.config(env_name="game:Wordle-v0").env_weights is None
+        assert saved.config().env.env_weights == [1.0, 2.0]
+        assert saved.config(env_name="game:Wordle-v0").env.env_weights is None
 
     def test_the_working_directory_is_a_folder_like_others(self, whole, monkeypatch):
-        (whole / SETTINGS).write_text("temperature: 0.7\n")
+        (whole / SETTINGS).write_text("sampling: {temperature: 0.7}\n")
         monkeypatch.chdir(whole)
         assert find_saved_model(".").settings["temperature"] == 0.7
 
@@ -76,7 +85,7 @@ class TestFind:
             "max_turns": 2,
             "final_episodes": 8,
         }
-        config = RunConfig(**small, export_merged=True, output_dir=tmp_path / "run")
+        config = RunSettings.from_values(**small, export_merged=True, output_dir=tmp_path / "run")
         run_and_report(config, partial(build_run, config, env=StopOrGo))
         (tmp_path / "run" / "merged").rename(tmp_path / "elsewhere")
         for saved in map(find_saved_model, (tmp_path / "run", tmp_path / "elsewhere")):
@@ -90,7 +99,9 @@ class TestFind:
         small = {"model_path": "tiny", "dtype": "float32", "device": "cpu", "lora_r": 0, "kl_coeff": 0.0}
         small |= {"max_model_len": 256, "max_output_tokens": 16, "batch_size": 2, "num_envs": 2, "progress": False}
         small |= {"max_turns": 2, "final_episodes": 8}
-        config = RunConfig(**small, algo="LLMREINFORCE", max_iterations=1, evaluation_interval=0, output_dir=tmp_path)
+        config = RunSettings.from_values(
+            **small, algo="LLMREINFORCE", max_iterations=1, evaluation_interval=0, output_dir=tmp_path
+        )
         run = build_run(config, env=StopOrGo)
         run.trainer.train()
         own = run.final_evaluation()
@@ -111,7 +122,7 @@ class TestFind:
 
     def test_a_whole_model_keeps_the_dtype_of_its_files(self, whole):
         Accelerator(mixed_precision="no")  # as of an earlier run, whose precision the process keeps
-        (whole / SETTINGS).write_text("dtype: float32\n")
+        (whole / SETTINGS).write_text("model: {dtype: float32}\n")
         saved = find_saved_model(whole)
         loaded = load_saved_model(saved, saved.config(device="cpu"))
         assert {p.dtype for p in loaded.models.model.parameters()} == {torch.bfloat16}
@@ -126,7 +137,7 @@ class TestExport:
     def test_names_of_a_stranger_stay_in_their_code(self, whole):
         bad = "x` <img src=x onerror=alert(1)> ``b``\n\n# heading\x1b[2J\u202e"
         settings = {"env_name": [bad, "`", "game:Wordle-v0"], "system_prompt": f"```\n{bad}", "model_path": bad}
-        (whole / SETTINGS).write_text(as_yaml(settings))
+        (whole / SETTINGS).write_text(as_yaml(in_sections(RunSettings, settings)))
         card = model_card(find_saved_model(whole), f"name\n{bad}", format="merged")
         assert not UNSEEN.search(card)
         tokens = MarkdownIt().parse(card.partition("---\n\n")[2])
@@ -139,7 +150,7 @@ class TestExport:
         assert [token.tag for token in tokens if token.type == "heading_open"] == ["h1", "h2", "h2"]
 
     def test_the_card_of_an_adapter_on_a_named_model_can_be_run(self, adapter):
-        (adapter / SETTINGS).write_text("model_path: tiny\n")
+        (adapter / SETTINGS).write_text("model:\n  model_path: tiny\n")
         card = model_card(find_saved_model(adapter), "x", format="adapter")
         (adapter / SETTINGS).unlink()
         code = card.split("```python\n")[1].split("```")[0].replace("THIS FOLDER", str(adapter))
@@ -150,7 +161,7 @@ class TestExport:
     def test_an_adapter_of_a_quantized_base_is_merged_into_the_unrounded_one(self, adapter, tmp_path):
         shutil.copytree(adapter, tmp_path / "nf4")
         settings = {"model_path": "tiny", "lora_r": 2, "quantization": "nf4", "device": "cpu"}
-        (tmp_path / "nf4" / SETTINGS).write_text(yaml.dump(settings))
+        (tmp_path / "nf4" / SETTINGS).write_text(as_yaml(in_sections(RunSettings, settings)))
         place = export_model(find_saved_model(tmp_path / "nf4"), tmp_path / "out", format="merged", device="cpu")
         assert (place / "model.safetensors").is_file()
 

@@ -23,7 +23,7 @@ from torchrl_llm.envs import (
     resolve_env,
     text_env,
 )
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.utils.optional import MissingExtraError
 
@@ -54,7 +54,7 @@ def resolve(env_id):
 
 
 def settings(path):
-    return RunConfig(
+    return RunSettings.from_values(
         model_path="tiny",
         algo="LLMREINFORCE",
         env_name="countdown:2",

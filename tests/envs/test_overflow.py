@@ -18,7 +18,7 @@ from torchrl_llm.envs import GEMEnv
 from torchrl_llm.keys import StopReason
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, TurnCritic
 from torchrl_llm.objectives import TurnGAE
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.runs.outputs import episodes_text
 from torchrl_llm.testing.environments import Echo
 from torchrl_llm.testing.policies import ScriptedPolicy
@@ -293,7 +293,7 @@ class TestRun:
     @pytest.mark.parametrize("algo", ["LLMPPO", "LLMREINFORCE", "GRPO"])
     @pytest.mark.parametrize("collector", ["turn", "async"])
     def test_the_trainer_scores_what_the_policy_saw(self, tmp_path, algo, collector):
-        config = RunConfig(
+        config = RunSettings.from_values(
             algo=algo, model_path="tiny", env_name="chatter", collector=collector, num_envs=4, batch_size=8, group_size=4,
             max_model_len=60, max_output_tokens=8, overflow="slide", max_iterations=2, lora_r=0, dtype="float32",
             device="cpu", evaluation_interval=1, evaluation_episodes=4, final_episodes=4, output_dir=tmp_path,

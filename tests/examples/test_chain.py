@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from torchrl_llm import keys
-from torchrl_llm.runs import RunConfig, build_run, parse_run_config
+from torchrl_llm.runs import RunSettings, build_run, parse_settings
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
 
 
-def config_of(name: str, output: Path, *more: str) -> RunConfig:
+def config_of(name: str, output: Path, *more: str) -> RunSettings:
     quick = [
         "--evaluation-interval=0",
         "--final-episodes=512",
@@ -26,7 +26,7 @@ def config_of(name: str, output: Path, *more: str) -> RunConfig:
         "--lora-r=16",
         "--schedule=constant",
     ]
-    return parse_run_config([f"--config={CONFIGS / name}.yaml", f"--output-dir={output}", *quick, *more])
+    return parse_settings([f"--config={CONFIGS / name}.yaml", f"--output-dir={output}", *quick, *more])
 
 
 @pytest.mark.extra

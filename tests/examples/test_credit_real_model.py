@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs import RunSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,11 +39,12 @@ def made_up(real_model, won: dict[str, int]) -> dict[str, dict]:
 def test_what_is_registered_can_run_and_is_the_studys(real_model, tmp_path):
     estimators = real_model.registered.ESTIMATORS
     for name, own in estimators.items():
-        config = RunConfig(**real_model.settings(name), output_dir=tmp_path)
-        assert (config.algo, config.max_steps, config.model_path) == (own["algo"], 1800, "smollm2")
-        assert config.warmup_fraction * config.max_steps < 2 * 48 * 4  # over by the third batch
+        config = RunSettings.from_values(**real_model.settings(name), output_dir=tmp_path)
+        assert (config.algo, config.trainer.max_steps, config.model.model_path) == (own["algo"], 1800, "smollm2")
+        # over by the third batch
+        assert config.trainer.warmup_fraction * config.trainer.max_steps < 2 * 48 * 4
         assert all(
-            getattr(config, option) == value
+            config.values()[option] == value
             for option, value in own.items()
             if option not in real_model.OWN.get(name, {})
         )

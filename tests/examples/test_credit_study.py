@@ -10,7 +10,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs import RunSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +49,7 @@ class TestRegistration:
         registered = study["registered"]
         for options in registered.ESTIMATORS.values():
             for world, settings in registered.WORLDS.items():
-                RunConfig(
+                RunSettings.from_values(
                     **registered.COMMON | options | registered.GRID[0], env_name=f"world:{world}", env_options=settings
                 )
         named = {name for _, _, pairs in registered.COMPARED.values() for pair in pairs for name in pair}

@@ -4,7 +4,6 @@ import ast
 import importlib.util
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from tensordict.nn import TensorDictModule
 from torchrl_llm.data import nonzero_variance
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.report.run_report import RunReport
-from torchrl_llm.runs import build_run, parse_run_config
+from torchrl_llm.runs import build_run, parse_settings
 from torchrl_llm.runs.table import read_metrics
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.testing.tiny import load_tiny_model
@@ -75,7 +74,7 @@ class TestMultiturn:
     @pytest.mark.parametrize("name", ["tiny_ppo_llm", "tiny_reinforce_llm", "tiny_grpo_multiturn"])
     def test_writes_the_report(self, tmp_path, name, capsys):
         out = tmp_path / "run"
-        config = parse_run_config(
+        config = parse_settings(
             [f"--config={CONFIGS / name}.yaml", f"--output-dir={out}", *QUICK, "--tensorboard", "--export-merged"]
         )
         result = load(EXAMPLES / "multiturn.py").main(config)
@@ -94,14 +93,14 @@ class TestMultiturn:
         assert (out / "merged" / "model.safetensors").exists()
         assert len(read_metrics(out / "metrics.csv")) == 2
         assert list((out / "tensorboard").rglob("events.*"))
-        assert parse_run_config([f"--config={out / 'config.yaml'}"]).as_json() == config.as_json() | {
+        assert parse_settings([f"--config={out / 'config.yaml'}"]).as_json() == config.as_json() | {
             "max_tokens": 16_384
         }
 
     def test_names_no_file_that_is_not_there(self, tmp_path, capsys):
         """Interrupted in the evaluation before training."""
         out = tmp_path / "run"
-        run = build_run(parse_run_config([f"--config={CONFIGS / 'tiny_ppo_llm.yaml'}", f"--output-dir={out}", *QUICK]))
+        run = build_run(parse_settings([f"--config={CONFIGS / 'tiny_ppo_llm.yaml'}", f"--output-dir={out}", *QUICK]))
         run.begin()
         RunReport(print).write(run, "interrupted")
         run.close()
@@ -111,7 +110,7 @@ class TestMultiturn:
         for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():
             monkeypatch.setenv(name, value)
         arguments = [f"--config={CONFIGS / 'tiny_reinforce_llm.yaml'}", f"--output-dir={tmp_path / 'run'}", "--wandb"]
-        load(EXAMPLES / "multiturn.py").main(parse_run_config([*arguments, *QUICK]))
+        load(EXAMPLES / "multiturn.py").main(parse_settings([*arguments, *QUICK]))
         assert list(tmp_path.rglob("offline-run-*/*.wandb"))
 
 
@@ -157,10 +156,10 @@ class TestCustomLoss:
         monkeypatch.setattr(
             script.SmoothClipLoss, "objective", lambda self, *args: (calls.append(self), objective(self, *args))[1]
         )
-        config = parse_run_config([*self.ARGUMENTS, f"--output-dir={tmp_path}"])
+        config = parse_settings([*self.ARGUMENTS, f"--output-dir={tmp_path}"])
         history = script.main(config)
         assert len(history) == 2
-        assert len(calls) >= 2 * config.epochs
+        assert len(calls) >= 2 * config.trainer.epochs
         assert len(set(map(id, calls))) == 1
 
     def test_keeps_a_gradient_beyond_the_clip(self):
@@ -181,13 +180,13 @@ class TestCustomLoss:
             "sampler_bounds": 3.0, "sampler_level": "turn", "sampler_reduction": "mean", "scale": "none",
             "baseline": "leave_one_out", "clip_epsilon": (0.1, 0.4),
         }  # fmt: skip
-        config = replace(parse_run_config(list(self.ARGUMENTS)), **given)
+        config = parse_settings(list(self.ARGUMENTS)).replace(**given)
         actor = TensorDictModule(lambda x: (x, x), in_keys=["tokens"], out_keys=["log_prob", "entropy"])
         loss = load(EXAMPLES / "custom_loss.py").make_loss(config, SimpleNamespace(actor=actor))
         estimator = loss.value_estimator
         found = vars(estimator) | vars(loss) | estimator.options | {"clip_epsilon": (loss.clip_low, loss.clip_high)}
         assert {name: found[name] for name in given} == given
-        assert estimator.options["group_size"] == config.group_size
+        assert estimator.options["group_size"] == config.rollouts.group_size
 
     def test_the_new_objective_is_twenty_lines(self):
         tree = ast.parse((EXAMPLES / "custom_loss.py").read_text())

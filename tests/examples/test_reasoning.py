@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from arithmetic import arithmetic_splits, make_student
 
-from torchrl_llm.runs import ConfigError, build_run, parse_run_config
+from torchrl_llm.runs import ConfigError, build_run, parse_settings
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples" / "configs" / "tiny_reasoning.yaml"
@@ -31,7 +31,7 @@ def quick(script, monkeypatch):
 
 
 def settings(out, *arguments):
-    return parse_run_config([f"--config={CONFIG}", f"--output-dir={out}", *arguments])
+    return parse_settings([f"--config={CONFIG}", f"--output-dir={out}", *arguments])
 
 
 class TestReasoning:

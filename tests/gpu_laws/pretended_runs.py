@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from torchrl_llm.runs import Run, RunConfig, build_run
+from torchrl_llm.runs import Run, RunSettings, build_run
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
@@ -47,7 +47,7 @@ def run_of(folder: Path, *, layers: int = 2, env: Any = Rated, **settings: Any) 
     }  # fmt: skip
     played = {"make_env": settings.pop("make_env")} if "make_env" in settings else {} if env is None else {"env": env}
     given = defaults | {"model_path": model_of(folder, layers=layers), "output_dir": folder / "run"} | settings
-    return build_run(RunConfig(**given), **played)
+    return build_run(RunSettings.from_values(**given), **played)
 
 
 def iterate(run: Run) -> None:

@@ -3,7 +3,7 @@ run."""
 
 from pathlib import Path
 
-from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs import RunSettings
 
 TURNS = 3
 QUESTIONS = (
@@ -35,9 +35,9 @@ class LongTalk(Talk):
         return " ".join(f"There is a door number {seed % 89 + place} here." for place in range(22)) + message, info
 
 
-def config(folder: Path, **settings) -> RunConfig:
+def config(folder: Path, **settings) -> RunSettings:
     """GRPO with LoRA on four conversations an iteration."""
-    return RunConfig(
+    return RunSettings(
         **{
             "algo": "GRPO",
             "model_path": "smollm2",

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from torchrl_llm.metrics import Evaluation, paired_comparison
 from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss, ReBN
 from torchrl_llm.report import compare_runs, plot_runs
 from torchrl_llm.report.run_report import RunReport, run_and_report
-from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs import RunSettings
 from torchrl_llm.runs.loss_settings import NO_ACTOR, NO_CRITIC
 from torchrl_llm.runs.run import build_run
 from torchrl_llm.runs.run_info import run_info
@@ -141,17 +141,17 @@ class TestCompareRuns:
         config = small_config(tmp_path, save_checkpoints=True, max_iterations=1, record_interval=0)
         run_and_report(config, partial(build_run, config), say=lambda _: None)
         other = tmp_path / "other"
-        shutil.copytree(config.output_dir, other)
-        pair = [other, config.output_dir]
+        shutil.copytree(config.output.output_dir, other)
+        pair = [other, config.output.output_dir]
         assert cells(compare_runs(pair))["run"]["gained, lost"].startswith("0, 0 against other")
-        config = replace(config, resume=True, max_iterations=2, accept_changes=["max_iterations"])
+        config = config.replace(resume=True, max_iterations=2, accept_changes=["max_iterations"])
         run = build_run(config)
         run.begin()  # and is killed
         after = cells(compare_runs(pair))["run"]
         assert (after["after"], after["95 % interval"], after["gained, lost"]) == ("-", "-", "-")
         RunReport(lambda _: None).write(run, "interrupted by SIGINT")
         run.close()
-        assert not (config.output_dir / "evaluation_after.json").exists()
+        assert not (config.output.output_dir / "evaluation_after.json").exists()
         run_and_report(config, partial(build_run, config), say=lambda _: None)
         assert "against other" in cells(compare_runs(pair))["run"]["gained, lost"]
 
@@ -222,7 +222,7 @@ class Nothing(LLMReinforceLoss):
 
 
 def nothing(config, models):
-    return Nothing(models.actor, scale_of_nothing=float(config.seed), **config.loss_options(Nothing))
+    return Nothing(models.actor, scale_of_nothing=float(config.trainer.seed), **config.loss_options(Nothing))
 
 
 def discounting(gamma, config, models):
@@ -237,7 +237,7 @@ class Silent(Callback):
 
 
 def shown(**settings):
-    return run_info(RunConfig(**settings))["settings"]
+    return run_info(RunSettings.from_values(**settings))["settings"]
 
 
 class TestSettings:
@@ -287,7 +287,7 @@ class TestSettings:
     def test_an_estimator_and_options_of_any_kind(self):
         """TorchRL's own have gamma as a tensor, and a loss of one's own may have arrays as
         options."""
-        config, options = RunConfig(), {"lmbda": 1.0, "value_network": None}
+        config, options = RunSettings(), {"lmbda": 1.0, "value_network": None}
         losses = [
             LLMPPOLoss(NO_ACTOR, NO_CRITIC).make_value_estimator(GAE(gamma=gamma, **options)) for gamma in (0.5, 0.75)
         ]
@@ -306,7 +306,7 @@ class TestSettings:
         ],
     )
     def test_the_default_is_that_of_the_estimator(self, settings, expected):
-        assert run_info(RunConfig(**settings))["changed"]["gamma"] == expected
+        assert run_info(RunSettings.from_values(**settings))["changed"]["gamma"] == expected
 
     def test_what_was_given_in_python_and_a_loss_with_other_options_are_settings(self, tmp_path):
         """They were pooled as seeds of one setting, for run.json had nothing of them."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs import RunSettings
 
 
 @pytest.mark.parametrize(
@@ -25,5 +25,5 @@ def test_peak_memory_is_in_megabytes_where_the_system_tells_it(tmp_path, monkeyp
     spec.loader.exec_module(report)
     trainer = SimpleNamespace(distributed=SimpleNamespace(is_main=True), history=[], episodes=0, iteration=0)
     open_folder = SimpleNamespace(info={"started": "now"})
-    run = SimpleNamespace(config=RunConfig(output_dir=tmp_path), trainer=trainer, open_folder=open_folder)
+    run = SimpleNamespace(config=RunSettings.from_values(output_dir=tmp_path), trainer=trainer, open_folder=open_folder)
     assert report.RunReport(print).write(run, "stopped")["peak_rss_mb"] == expected

@@ -18,7 +18,7 @@ from exact_norms import exact_norms
 from torchrl_llm import keys
 from torchrl_llm.data import cat_rows
 from torchrl_llm.objectives import LLMReinforceLoss, ReBN
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.trainers import Callback
 from torchrl_llm.trainers.fsdp import full_on_cpu
 
@@ -185,7 +185,9 @@ class Steps(Callback):
 
 def build(out, *, callbacks=(), make_loss=None, **settings):
     """A run with small settings."""
-    return build_run(RunConfig(**COMMON | settings, output_dir=out), callbacks=callbacks, make_loss=make_loss)
+    return build_run(
+        RunSettings.from_values(**COMMON | settings, output_dir=out), callbacks=callbacks, make_loss=make_loss
+    )
 
 
 def choose(out):

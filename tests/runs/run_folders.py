@@ -19,9 +19,9 @@ def finished_run(place: Path) -> Path:
     run = build_run(small_config(place, **SETTINGS))
     run.begin()
     for name in ("evaluation_before.json", "conversations_before.md", "result.json", "wandb_id"):
-        (run.config.output_dir / name).write_text("{}")
+        (run.config.output.output_dir / name).write_text("{}")
     run.trainer.train()
-    return run.config.output_dir
+    return run.config.output.output_dir
 
 
 def config(folder: Path, **settings):

@@ -20,7 +20,7 @@ from waiting import wait_until
 
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.objectives import ImitationWeights, ReBN
-from torchrl_llm.runs import RunConfig, build, build_run, engines
+from torchrl_llm.runs import RunSettings, build, build_run, engines
 from torchrl_llm.runs import trackers as loggers
 from torchrl_llm.runs.device import make_accelerator
 from torchrl_llm.runs.recording import read_recording
@@ -160,7 +160,7 @@ def idle(value: Any, algo: str | None = None, **context: Any) -> Case:
     return replace(works(value, algo, **context), refused=True)
 
 
-def trained(config: RunConfig, env: Any) -> dict[str, Any]:
+def trained(config: RunSettings, env: Any) -> dict[str, Any]:
     """The trace of a run to its end."""
     Guess.where.clear()
     run = build_run(config, env=env)
@@ -176,19 +176,21 @@ def trained(config: RunConfig, env: Any) -> dict[str, Any]:
         counted.remove()
         run.close()
     timeless = [{name: value for name, value in row.items() if not name.startswith("time/")} for row in history]
-    files = [re.sub(r"events\..*", "events", str(path)) for path in config.output_dir.rglob("*") if path.is_file()]
+    files = [
+        re.sub(r"events\..*", "events", str(path)) for path in config.output.output_dir.rglob("*") if path.is_file()
+    ]
     return {
         "metrics": str(timeless),
         "weights": weights(run).double().cpu().numpy().tobytes(),
-        "files": sorted(name.removeprefix(str(config.output_dir)) for name in files),
+        "files": sorted(name.removeprefix(str(config.output.output_dir)) for name in files),
         "calls": (len(calls), len(layers), sorted(Guess.where)),
         "end": run.trainer.stop_reason,
     }
 
 
-def hanging(config: RunConfig, env: Any) -> dict[str, Any]:
+def hanging(config: RunSettings, env: Any) -> dict[str, Any]:
     """The trace of a run of :class:`Slow`, whose steps hang where ``step_timeout`` ends them."""
-    if config.step_timeout is not None:
+    if config.rollouts.step_timeout is not None:
         Slow.limited.set()
     try:
         return trained(config, env)
@@ -196,7 +198,7 @@ def hanging(config: RunConfig, env: Any) -> dict[str, Any]:
         Slow.limited.clear()
 
 
-def built(config: RunConfig, env: Any) -> dict[str, Any]:
+def built(config: RunSettings, env: Any) -> dict[str, Any]:
     """What is made for a run that a test of the suite plays elsewhere: parts whose work is not
     function of the settings."""
     run = build_run(config, env=env)
@@ -213,10 +215,10 @@ def built(config: RunConfig, env: Any) -> dict[str, Any]:
         run.close()
 
 
-def graded(config: RunConfig, env: Any) -> Any:
+def graded(config: RunSettings, env: Any) -> Any:
     """The gradient on a batch whose log-probs are not the model's: for runs that do not repeat,
     with ``max_staleness``."""
-    run = build_run(replace(config, collector="turn", max_staleness=None, sampler_bounds=None, sampler_level=None))
+    run = build_run(config.replace(collector="turn", max_staleness=None, sampler_bounds=None, sampler_level=None))
     next(iter(run.trainer.collector))
     rows = run.trainer.replay_buffer[:].contiguous()
     rows["old_log_prob"] = rows["sample_log_prob"] + torch.linspace(0, 2, rows["sample_log_prob"].shape[1])
@@ -226,13 +228,13 @@ def graded(config: RunConfig, env: Any) -> Any:
     return {"gradient": [p.grad.cpu().numpy().tobytes() for p in run.models.actor_parameters() if p.grad is not None]}
 
 
-def logged(config: RunConfig, env: Any) -> Any:
+def logged(config: RunSettings, env: Any) -> Any:
     """The loggers asked for."""
     asked = []
 
     def recorder(kind, *args, **options):
         asked.append((kind, {**options.get("wandb_kwargs", {}), "id": None}))
-        return get_logger("csv", str(config.output_dir), "csv")
+        return get_logger("csv", str(config.output.output_dir), "csv")
 
     get_logger = loggers.get_logger
     with pytest.MonkeyPatch.context() as patch:
@@ -261,7 +263,7 @@ class Recorder:
         self.calls.append(f"sleep {level}")
 
 
-def engine(config: RunConfig, env: Any) -> Any:
+def engine(config: RunSettings, env: Any) -> Any:
     """What the engine, its weight transfer, or the workers are made with."""
     names = ("VLLMPolicy", "EngineWeightSync", "RayWeightSync", "RayTurnCollector")
     Recorder.calls = []
@@ -269,13 +271,13 @@ def engine(config: RunConfig, env: Any) -> Any:
         for name in names:
             patch.setattr(engines if name == "VLLMPolicy" else build, name, type(name, (Recorder,), {}))
         tokenizer = load_tiny_tokenizer()
-        sampling = config.sampling()
+        sampling = config.sampling
         models = build.load_models(config, tokenizer, sampling, device="cpu")
         distributed = build.Distributed.of(accelerator := make_accelerator(config))
         started = engines.start_engine(config, tokenizer, sampling, distributed, accelerator.device)
         policy, sync = build.make_policy(config, tokenizer, sampling, models, started)
-        worker = build._worker_policy(config, tokenizer, sampling, None) if config.policy == "vllm" else None
-        if config.collector == "ray":
+        worker = build._worker_policy(config, tokenizer, sampling, None) if config.rollouts.policy == "vllm" else None
+        if config.rollouts.collector == "ray":
             game = GEMEnv(Guess, tokenizer=tokenizer)
             workers = build.worker_options(config, None, tokenizer, sync)
             buffer, estimator = build.make_replay_buffer(config), build.make_objective(config, models).value_estimator
@@ -284,7 +286,7 @@ def engine(config: RunConfig, env: Any) -> Any:
     return {"calls": Recorder.calls, "offload": offload, "plays": (type(policy).__name__, type(worker).__name__)}
 
 
-def scripted(config: RunConfig, env: Any) -> Any:
+def scripted(config: RunSettings, env: Any) -> Any:
     """What ``examples/multiturn.py`` leaves behind."""
     import importlib.util
 
@@ -292,18 +294,18 @@ def scripted(config: RunConfig, env: Any) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     result = module.main(config)
-    merged = sorted(path.name for path in (config.output_dir / "merged").glob("*"))
+    merged = sorted(path.name for path in (config.output.output_dir / "merged").glob("*"))
     return {"rates": (result["reward_before"], result["turns_before"]), "merged": merged}
 
 
-def fresh_state(config: RunConfig, env: Any) -> Any:
+def fresh_state(config: RunSettings, env: Any) -> Any:
     """A run with a state of accelerate's own: it keeps one precision for a process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AcceleratorState, "_shared_state", {})
         return trained(config, env)
 
 
-def switched(config: RunConfig, env: Any) -> Any:
+def switched(config: RunSettings, env: Any) -> Any:
     """PyTorch's switches in the forwards of a run: what they change in the numbers depends on the
     machine."""
     run, found = build_run(config, env=env), set()
@@ -317,26 +319,28 @@ def switched(config: RunConfig, env: Any) -> Any:
     return found
 
 
-def recorded(config: RunConfig, env: Any) -> Any:
+def recorded(config: RunSettings, env: Any) -> Any:
     """The episodes of each recording."""
     trained(config, env)
-    return {path.name: read_recording(path).episodes for path in config.output_dir.glob("rollouts/*.safetensors")}
+    return {
+        path.name: read_recording(path).episodes for path in config.output.output_dir.glob("rollouts/*.safetensors")
+    }
 
 
-def shown(config: RunConfig, env: Any) -> Any:
+def shown(config: RunSettings, env: Any) -> Any:
     """The texts in TensorBoard."""
     trained(config, env)
-    events = EventAccumulator(str(config.output_dir / "tensorboard")).Reload()
+    events = EventAccumulator(str(config.output.output_dir / "tensorboard")).Reload()
     return [(tag, str(events.Tensors(tag)[0].tensor_proto.string_val)) for tag in events.Tags()["tensors"]]
 
 
-def placed(config: RunConfig, env: Any) -> Any:
+def placed(config: RunSettings, env: Any) -> Any:
     """Where a run writes."""
     trained(config, env)
-    return config.output_dir.exists() and config.output_dir.resolve()
+    return config.output.output_dir.exists() and config.output.output_dir.resolve()
 
 
-def own_env(config: RunConfig, env: Any) -> Any:
+def own_env(config: RunSettings, env: Any) -> Any:
     """A run whose environments the caller makes."""
     run = build_run(config, make_env=partial(GEMEnv, [Guess, Other]))
     ids = [run.trainer.collector.env.task_sampler[i].env_id for i in range(32)]
@@ -401,7 +405,7 @@ def checkpoint(place: Path, **settings: Any) -> Path:
     where = place / f"saved{len(settings)}"
     if not where.exists():
         more = {"save_checkpoints": True, "max_iterations": 1, "output_dir": where, **settings}
-        build_run(RunConfig(**BASE | more)).trainer.train()
+        build_run(RunSettings.from_values(**BASE | more)).trainer.train()
     return where / "checkpoints" / "last"
 
 

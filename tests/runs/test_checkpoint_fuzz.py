@@ -183,7 +183,7 @@ class TestResumed:
 
     @pytest.mark.parametrize("damage", ["steps", "iteration", "config", "planted", "manifest"])
     def test_refused_before_anything_is_changed(self, run, tmp_path, damage):
-        folder = shutil.copytree(run.config.output_dir, tmp_path / "run", symlinks=True)
+        folder = shutil.copytree(run.config.output.output_dir, tmp_path / "run", symlinks=True)
         last = folder / "checkpoints" / "checkpoint-000000000002"
         manifest = json.loads((last / "manifest.json").read_text())
         if damage in ("steps", "iteration"):
@@ -202,7 +202,7 @@ class TestResumed:
     def test_a_run_of_0_1_0_is_refused(self, run, tmp_path):
         """Its settings had other names, and ``accept_changes`` of these would lead to a state that
         nothing reads."""
-        folder = shutil.copytree(run.config.output_dir, tmp_path / "run", symlinks=True)
+        folder = shutil.copytree(run.config.output.output_dir, tmp_path / "run", symlinks=True)
         last = folder / "checkpoints" / "checkpoint-000000000002"
         manifest = json.loads((last / "manifest.json").read_text())
         for name in ("env_from_python", "python_parts"):

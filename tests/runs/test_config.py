@@ -10,10 +10,11 @@ import pytest
 from torchrl_llm.modules import SamplingConfig
 from torchrl_llm.modules.sampling import decide_stop_ids
 from torchrl_llm.objectives import LLMPPOLoss
-from torchrl_llm.runs import ConfigError, RunConfig, parse_run_config, resume_command
+from torchrl_llm.runs import ConfigError, RunSettings, parse_settings, resume_command
 from torchrl_llm.runs.config import LOSSES, estimator_of
 from torchrl_llm.trainers import TrainerConfig
 from torchrl_llm.utils.options import fits, meanings, options_of
+from torchrl_llm.utils.sections import meanings_of, sections_of, settings_of
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "configs"
 CONFIGS = sorted(path for path in SHIPPED.glob("*.yaml") if not path.stem.startswith(("accelerate_", "tuning_")))
@@ -114,14 +115,14 @@ class TestRunConfig:
     )
     def test_wrong_settings_are_errors_that_say_what_to_do(self, settings, message):
         with pytest.raises(ValueError, match=message):
-            RunConfig(**settings)
+            RunSettings.from_values(**settings)
 
     @pytest.mark.parametrize(
         "settings", [{"stop_ids": [*range(100_000), "x"]}, {"lora_r": 0, "lora_targets": ["q_proj"] * 10_000}]
     )
     def test_long_values_are_cut_in_errors(self, settings):
         with pytest.raises(ConfigError, match=r" \.\.\. .*(expected a list|give LoRA a rank)") as raised:
-            RunConfig(model_path="tiny", **settings)
+            RunSettings.from_values(model_path="tiny", **settings)
         assert len(str(raised.value)) < 400
 
     def test_many_ids_that_the_model_has_not_are_cut_too(self):
@@ -132,10 +133,10 @@ class TestRunConfig:
         assert len(str(raised.value)) < 400
 
     def test_a_vllm_policy_leaves_the_attention_of_updates_open(self):
-        RunConfig(attn_implementation="flash_attention_2", policy="vllm")
+        RunSettings.from_values(attn_implementation="flash_attention_2", policy="vllm")
 
     def test_a_minibatch_may_hold_part_of_a_group(self):
-        assert RunConfig(algo="GRPO", group_size=4, minibatch_size=2).minibatch_size == 2
+        assert RunSettings.from_values(algo="GRPO", group_size=4, minibatch_size=2).trainer.minibatch_size == 2
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -149,12 +150,12 @@ class TestRunConfig:
     )  # fmt: skip
     def test_types_and_ranges_are_those_of_the_command_line(self, name, value, capsys):
         with pytest.raises(ConfigError, match=rf"{name} is .*; expected "):
-            RunConfig(**{name: value})
+            RunSettings.from_values(**{name: value})
         # any text is one of these
         if not isinstance(value, str | None) and name not in ("env_name", "lora_targets"):
             as_text = str(value).replace("(", "[").replace(")", "]")
             with pytest.raises(SystemExit):
-                parse_run_config([f"--{name}={as_text}"])
+                parse_settings([f"--{name}={as_text}"])
             assert f"--{name} is " in capsys.readouterr().err
 
     @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ class TestRunConfig:
     )
     def test_settings_that_exclude_each_other(self, settings, message):
         with pytest.raises(ConfigError, match=message):
-            RunConfig(**settings)
+            RunSettings.from_values(**settings)
 
     @pytest.mark.parametrize(
         "settings",
@@ -200,7 +201,7 @@ class TestRunConfig:
         ],
     )
     def test_a_reference_may_be_refreshed_where_its_kl_is_read_later(self, settings):
-        RunConfig(**REFRESHED | settings)
+        RunSettings.from_values(**REFRESHED | settings)
 
     @pytest.mark.parametrize(
         ("algo", "settings", "message"),
@@ -223,14 +224,14 @@ class TestRunConfig:
     def test_what_loss_and_estimator_refuse_is_refused_before_models_are_loaded(self, algo, settings, message):
         group = {"group_size": 4} if algo == "GRPO" else {}
         with pytest.raises(ConfigError, match=message):
-            RunConfig(algo=algo, **group, **settings)
+            RunSettings.from_values(algo=algo, **group, **settings)
 
     def test_a_misspelt_field_names_the_nearest(self):
-        with pytest.raises(TypeError, match=r"RunConfig has no option 'lr_actr'\. Did you mean 'lr_actor'\?"):
-            RunConfig(lr_actr=1.0)
+        with pytest.raises(TypeError, match=r"RunSettings has no option 'lr_actr'\. Did you mean 'lr_actor'\?"):
+            RunSettings(lr_actr=1.0)
 
     def test_a_value_equal_to_the_default_is_no_error_where_it_does_nothing(self):
-        config = RunConfig(
+        config = RunSettings.from_values(
             clipping="none", clip_epsilon=0.2, ratio_reduction="mean", sampler_level="token", schedule="constant",
             min_lr_fraction=0.0, kl_in="reward", kl_kind="k3", lora_r=0, lora_targets="all-linear",
         )  # fmt: skip
@@ -250,8 +251,8 @@ class TestRunConfig:
         ids=["max_staleness", "whiten", "whiten of SFT", "critic", "engine", "ray", "critic_warmup"],
     )
     def test_a_value_that_says_what_is_so_anyway_is_no_error(self, settings):
-        config = RunConfig(**settings)
-        assert {name: getattr(config, name) for name in settings} == settings
+        config = RunSettings.from_values(**settings)
+        assert {name: config.values()[name] for name in settings} == settings
 
     def test_an_option_is_declared_once(self):
         """What a field and the class that it configures say of it is the same."""
@@ -261,7 +262,7 @@ class TestRunConfig:
                 NoneType
             }
 
-        settings = options_of(RunConfig)
+        settings = settings_of(RunSettings)
         # 0 is off; the settings offer fewer choices; a name, and the estimator itself
         different = ("clip_value", "kl_kind", "estimator")
         for cls in (SamplingConfig, TrainerConfig, *LOSSES.values(), *map(estimator_of, LOSSES)):
@@ -270,39 +271,49 @@ class TestRunConfig:
                     assert without_none(option.hint) == without_none(settings[name].hint), name
 
     def test_no_bound_of_the_value_is_none_in_the_loss_and_0_as_a_setting(self):
-        for said in (meanings(LLMPPOLoss)["clip_value"], meanings(RunConfig)["clip_value"]):
+        for said in (meanings(LLMPPOLoss)["clip_value"], meanings_of(RunSettings)["clip_value"]):
             assert "None in the loss, 0 in the settings of a run" in said
         hint = options_of(LLMPPOLoss)["clip_value"].hint
         assert [fits(value, hint) for value in (None, 0.0)] == [True, False]
-        assert RunConfig(clip_value=0.0).loss_options()["clip_value"] is None
-        assert "clip_value" not in RunConfig().loss_options()
+        assert RunSettings.from_values(clip_value=0.0).loss_options()["clip_value"] is None
+        assert "clip_value" not in RunSettings().loss_options()
 
     def test_error_is_named(self):
         with pytest.raises(ConfigError):
-            RunConfig(algo="GRPO")
+            RunSettings(algo="GRPO")
 
 
 class TestParseRunConfig:
     @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
     def test_every_shipped_file_is_valid(self, path):
-        config = parse_run_config([f"--config={path}"])
+        config = parse_settings([f"--config={path}"])
         assert config.algo in ("LLMPPO", "LLMREINFORCE", "GRPO", "SFT")
 
     def test_starting_points(self):
         ppo, reinforce, grpo = (
-            parse_run_config([f"--config={CONFIGS[0].parent / name}.yaml"])
+            parse_settings([f"--config={CONFIGS[0].parent / name}.yaml"]).values()
             for name in ("ppo_llm", "reinforce_llm", "grpo_multiturn")
         )
-        assert (ppo.batch_size, ppo.lr_actor, ppo.lr_critic, ppo.kl_coeff) == (32, 5e-6, 5e-5, 0.01)
-        assert (ppo.gamma, ppo.lmbda, ppo.critic_coeff, ppo.epochs) == (0.99, 0.95, 0.5, 2)
-        assert (reinforce.batch_size, reinforce.lr_actor, reinforce.gamma, reinforce.epochs) == (32, 5e-6, 0.9, 2)
-        assert (grpo.batch_size // grpo.group_size, grpo.group_size, grpo.lr_actor) == (16, 4, 3e-4)
-        assert (grpo.kl_coeff, grpo.temperature, grpo.max_model_len) == (5e-4, 0.85, 2048)
-        assert {c.model_path for c in (ppo, reinforce, grpo)} == {"Qwen/Qwen2.5-0.5B-Instruct"}
+        assert (ppo["batch_size"], ppo["lr_actor"], ppo["lr_critic"], ppo["kl_coeff"]) == (32, 5e-6, 5e-5, 0.01)
+        assert (ppo["gamma"], ppo["lmbda"], ppo["critic_coeff"], ppo["epochs"]) == (0.99, 0.95, 0.5, 2)
+        assert (reinforce["batch_size"], reinforce["lr_actor"], reinforce["gamma"], reinforce["epochs"]) == (
+            32,
+            5e-6,
+            0.9,
+            2,
+        )
+        assert (grpo["batch_size"] // grpo["group_size"], grpo["group_size"], grpo["lr_actor"]) == (16, 4, 3e-4)
+        assert (grpo["kl_coeff"], grpo["temperature"], grpo["max_model_len"]) == (5e-4, 0.85, 2048)
+        assert {c["model_path"] for c in (ppo, reinforce, grpo)} == {"Qwen/Qwen2.5-0.5B-Instruct"}
 
     def test_flags_override_the_file(self):
-        config = parse_run_config([f"--config={CONFIGS[0]}", "--max-steps", "77", "--seed=5", "--wandb", "--progress"])
-        assert (config.max_steps, config.seed, config.wandb, config.progress) == (77, 5, True, True)
+        config = parse_settings([f"--config={CONFIGS[0]}", "--max-steps", "77", "--seed=5", "--wandb", "--progress"])
+        assert (config.trainer.max_steps, config.trainer.seed, config.output.wandb, config.output.progress) == (
+            77,
+            5,
+            True,
+            True,
+        )
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -315,22 +326,25 @@ class TestParseRunConfig:
     )
     def test_unknown_and_contradictory_fields_exit_with_a_message(self, arguments, message, capsys):
         with pytest.raises(SystemExit) as stopped:
-            parse_run_config(arguments)
+            parse_settings(arguments)
         assert stopped.value.code == 2
         assert message in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("algo: GRPO\nlr_actr: 1e-3\n", "line 2: lr_actr is not a setting. Did you mean 'lr_actor'?"),
+            (
+                "algo: GRPO\nlr_actr: 1e-3\n",
+                "line 2: lr_actr is not a setting. Did you mean 'lr_actor'? It stands in the section optim.",
+            ),
             ("keep_discount: true\n", "keep_discount is not a setting. It is discounted_objective since 0.2.0."),
             ("alone: turn\n", "alone is not a setting. It is fallback since 0.3.0."),
-            ("\nepochs: two\n", "line 2: epochs is 'two'; expected an integer, at least 1."),
-            ("gamma: 99\n", "line 1: gamma is 99; expected a number, between 0 and 1, or None."),
-            ("epochs: 1\nepochs: 2\n", "line 2: epochs is given twice."),
+            ("\ntrainer:\n  epochs: two\n", "line 3: epochs is 'two'; expected an integer, at least 1."),
+            ("loss:\n  gamma: 99\n", "line 2: gamma is 99; expected a number, between 0 and 1, or None."),
+            ("trainer:\n  epochs: 1\n  epochs: 2\n", "line 3: epochs is given twice."),
             ("epochs: [1\n", "this is not YAML"),
             ("- epochs\n", "expected lines of the form 'field: value'"),
-            ("lora_targets: q_proj\n", "expected a list of names, [q_proj]"),
+            ("weights:\n  lora_targets: q_proj\n", "expected a list of names, [q_proj]"),
             (
                 "seed: 1\nsystem_prompt: !!python/object/apply:os.system [id]\n",
                 "line 2: found a tag (!...): settings have none",
@@ -339,16 +353,18 @@ class TestParseRunConfig:
             ("!!python/name:os.system seed: 1\n", "line 1: found a tag (!...)"),
             ("seed: 1\nepochs: !!int one\n", "line 2: found a tag (!...)"),
             ("env_options: &a {again: *a}\n", "line 1: found an alias (*...)"),
-            ("seed: 1\n? [epochs]\n: 1\n", "line 2: expected 'field: value', and the field is not text."),
-            ("seed: 1\nenv_options: {[1]: 2}\n", "line 2: env_options cannot be read: found unhashable key."),
-            ("seed: 1\nenv_options: {<<: 3}\n", "line 2: env_options cannot be read: expected a mapping"),
+            ("algo: GRPO\n? [epochs]\n: 1\n", "line 2: expected 'field: value', and the field is not text."),
+            ("env:\n  env_options: {[1]: 2}\n", "line 2: env_options cannot be read: found unhashable key."),
+            ("env:\n  env_options: {<<: 3}\n", "line 2: env_options cannot be read: expected a mapping"),
             pytest.param(
                 f"env_options: {'[' * 5000}\n",
                 "run.yaml: this is not a file of settings, it has brackets without end.",
                 id="brackets",
             ),
             pytest.param(
-                f"epochs: {'9' * 5000}\n", "line 1: epochs cannot be read: an integer of 5000 digits.", id="digits"
+                f"trainer:\n  epochs: {'9' * 5000}\n",
+                "line 2: epochs cannot be read: an integer of 5000 digits.",
+                id="digits",
             ),
         ],
     )
@@ -356,7 +372,7 @@ class TestParseRunConfig:
         path = tmp_path / "run.yaml"
         path.write_text(text)
         with pytest.raises(SystemExit):
-            parse_run_config([f"--config={path}"])
+            parse_settings([f"--config={path}"])
         said = capsys.readouterr().err
         assert message in said
         assert len(said.splitlines()) == 1
@@ -364,9 +380,10 @@ class TestParseRunConfig:
     def test_scalars_are_what_they_look_like(self, tmp_path):
         path = tmp_path / "run.yaml"
         path.write_text(
-            "lr_actor: 1e-3\nmixed_precision: no\nclip_epsilon: [0.2, 0.28]\nwandb: true\nenv_name: [a, b]\n"
+            "optim: {lr_actor: 1e-3}\nmodel:\n  mixed_precision: no\nloss: {clip_epsilon: [0.2, 0.28]}\noutput: {wandb: true}\n"
+            "env: {env_name: [a, b]}\n"
         )
-        config = parse_run_config(
+        config = parse_settings(
             [
                 f"--config={path}",
                 "--system-prompt",
@@ -376,9 +393,17 @@ class TestParseRunConfig:
                 "--resume=false",
             ]
         )
-        assert (config.lr_actor, config.mixed_precision, config.clip_epsilon) == (1e-3, "no", (0.2, 0.28))
-        assert (config.system_prompt, config.wandb_project, config.gamma) == ("# You are: x", "123", None)
-        assert config.env_name == ["a", "b"]
+        assert (config.optim.lr_actor, config.model.mixed_precision, config.loss.clip_epsilon) == (
+            1e-3,
+            "no",
+            (0.2, 0.28),
+        )
+        assert (config.chat.system_prompt, config.output.wandb_project, config.loss.gamma) == (
+            "# You are: x",
+            "123",
+            None,
+        )
+        assert config.env.env_name == ["a", "b"]
 
     @pytest.mark.parametrize("in_file", [False, True])
     @pytest.mark.parametrize(
@@ -388,34 +413,44 @@ class TestParseRunConfig:
     )
     def test_integers_are_decimal(self, tmp_path, capsys, text, value, in_file):
         path = tmp_path / "run.yaml"
-        path.write_text(f"max_steps: {text}\n")
+        path.write_text(f"trainer:\n  max_steps: {text}\n")
         arguments = [f"--config={path}"] if in_file else ["--max_steps", text]
         if value is not None:
-            found = parse_run_config(arguments).max_steps
+            found = parse_settings(arguments).trainer.max_steps
             assert (found, type(found)) == (value, int)
             return
         with pytest.raises(SystemExit):
-            parse_run_config(arguments)
+            parse_settings(arguments)
         assert "expected an integer, at least 1" in capsys.readouterr().err
 
     def test_scalars_of_a_mapping_are_those_of_yaml_1_2(self, tmp_path):
         path = tmp_path / "run.yaml"
-        path.write_text("chat_template_kwargs: {date: 2024-07-26, time: 1:30, n: 010, yes: no, x: 1e3, name: '7'}\n")
-        read = parse_run_config([f"--config={path}"]).chat_template_kwargs
+        path.write_text(
+            "chat:\n  chat_template_kwargs: {date: 2024-07-26, time: 1:30, n: 010, yes: no, x: 1e3, name: '7'}\n"
+        )
+        read = parse_settings([f"--config={path}"]).chat.chat_template_kwargs
         assert read == {"date": "2024-07-26", "time": "1:30", "n": 10, "yes": "no", "x": 1000.0, "name": "7"}
 
     @pytest.mark.parametrize(
         ("text", "flags", "expected"),
         [
             (
-                "checkpoint_interval: 5\nkeep_checkpoints: 3",
+                "trainer: {checkpoint_interval: 5}\noutput: {keep_checkpoints: 3}",
                 ["--save_checkpoints=false"],
                 {"checkpoint_interval": 10, "keep_checkpoints": 2},
             ),
-            ("policy: vllm\nenforce_eager: true", ["--policy=hf"], {"enforce_eager": None}),
-            ("collector: ray\nray_workers: 4\nmax_staleness: 1", ["--collector=turn"], {"max_staleness": None}),
-            ("clip_epsilon: 0.1\ndual_clip: 3.0", ["--clipping=none"], {"clip_epsilon": None, "dual_clip": None}),
-            ("critic_warmup: 2", ["--critic_coeff=0"], {"critic_warmup": 0}),
+            ("rollouts: {policy: vllm}\nengine: {enforce_eager: true}", ["--policy=hf"], {"enforce_eager": None}),
+            (
+                "rollouts: {collector: ray, max_staleness: 1}\nray: {ray_workers: 4}",
+                ["--collector=turn"],
+                {"max_staleness": None},
+            ),
+            (
+                "loss: {clip_epsilon: 0.1, dual_clip: 3.0}",
+                ["--clipping=none"],
+                {"clip_epsilon": None, "dual_clip": None},
+            ),
+            ("trainer: {critic_warmup: 2}", ["--critic_coeff=0"], {"critic_warmup": 0}),
         ],
         ids=["checkpoints", "policy", "collector", "clipping", "critic"],
     )
@@ -423,37 +458,43 @@ class TestParseRunConfig:
         """They are for the other case, and become what they are without the file."""
         path = tmp_path / "run.yaml"
         path.write_text(text + "\n")
-        config = parse_run_config([f"--config={path}", *flags])
-        assert {name: getattr(config, name) for name in expected} == expected
+        config = parse_settings([f"--config={path}", *flags])
+        assert {name: config.values()[name] for name in expected} == expected
 
     @pytest.mark.parametrize("flags", [["--clipping=none", "--dual_clip=3.0"], ["--save_checkpoints=false"]])
     def test_a_flag_or_a_file_that_contradicts_itself_is_an_error(self, tmp_path, flags, capsys):
         path = tmp_path / "run.yaml"
-        path.write_text("clip_epsilon: 0.1\nray_workers: 2\n")
+        path.write_text("loss: {clip_epsilon: 0.1}\nray: {ray_workers: 2}\n")
         with pytest.raises(SystemExit):
-            parse_run_config([f"--config={path}", *flags])
+            parse_settings([f"--config={path}", *flags])
         assert re.search("(dual_clip=3.0|ray_workers=2) does nothing", capsys.readouterr().err)
 
     def test_a_file_for_another_algorithm_is_refused_with_what_to_add(self, capsys):
         path = SHIPPED / "ppo_llm.yaml"
         arguments = [f"--config={path}", "--algo=GRPO", "--group_size=4"]
         with pytest.raises(SystemExit):
-            parse_run_config(arguments)
+            parse_settings(arguments)
         said = capsys.readouterr().err
         flags = re.search(rf"They are from {path}: remove them there, or add (.*) to the command line\.", said).group(1)
-        config = parse_run_config([*arguments, *flags.split()])
-        assert (config.algo, config.lr_critic, config.critic_coeff, config.lmbda) == ("GRPO", None, None, None)
+        config = parse_settings([*arguments, *flags.split()])
+        assert (config.algo, config.optim.lr_critic, config.loss.critic_coeff, config.loss.lmbda) == (
+            "GRPO",
+            None,
+            None,
+            None,
+        )
 
     def test_later_settings_win(self, tmp_path):
         path = tmp_path / "run.yaml"
-        path.write_text("seed: 1\n")
-        assert parse_run_config(["--seed=2", f"--config={path}"]).seed == 1
+        path.write_text("trainer:\n  seed: 1\n")
+        assert parse_settings(["--seed=2", f"--config={path}"]).trainer.seed == 1
 
     def test_help_documents_every_field(self, capsys):
-        with pytest.raises(SystemExit):
-            parse_run_config(["--help"])
+        for section in sections_of(RunSettings):
+            with pytest.raises(SystemExit):
+                parse_settings(["--help", section])
         text = " ".join(capsys.readouterr().out.split())
-        for name in vars(RunConfig()):
+        for name in [name for name in settings_of(RunSettings) if name != "algo"]:
             start = text.find(f" --{name} ")
             assert start >= 0, name
             # More than the type and the default: the sentence of the docstring.
@@ -473,15 +514,15 @@ class TestSave:
         ],
     )  # fmt: skip
     def test_what_is_saved_is_read_again(self, tmp_path, settings):
-        config = RunConfig(**settings)
+        config = RunSettings.from_values(**settings)
         config.save(tmp_path / "config.yaml")
-        again = parse_run_config([f"--config={tmp_path / 'config.yaml'}"])
-        assert again.as_json() == config.as_json() == RunConfig.from_yaml(tmp_path / "config.yaml").as_json()
-        assert repr(again.chat_template_kwargs) == repr(config.chat_template_kwargs)
+        again = parse_settings([f"--config={tmp_path / 'config.yaml'}"])
+        assert again.as_json() == config.as_json() == RunSettings.from_yaml(tmp_path / "config.yaml").as_json()
+        assert repr(again.chat.chat_template_kwargs) == repr(config.chat.chat_template_kwargs)
 
     def test_how_a_run_starts_is_left_out(self, tmp_path):
-        RunConfig(resume=True, accept_changes=["seed"]).save(tmp_path / "config.yaml")
-        assert parse_run_config([f"--config={tmp_path / 'config.yaml'}", "--overwrite"]).resume is False
+        RunSettings.from_values(resume=True, accept_changes=["seed"]).save(tmp_path / "config.yaml")
+        assert parse_settings([f"--config={tmp_path / 'config.yaml'}", "--overwrite"]).output.resume is False
 
 
 class TestResumeCommand:
@@ -501,7 +542,7 @@ class TestResumeCommand:
     )
     def test_it_goes_on_with_what_was_begun(self, monkeypatch, given, settings, expected):
         monkeypatch.setattr("sys.argv", given)
-        python, _, rest = resume_command(RunConfig(**settings)).partition(" ")
+        python, _, rest = resume_command(RunSettings.from_values(**settings)).partition(" ")
         assert Path(python).name.startswith("python")
         assert rest == expected
 
@@ -514,5 +555,5 @@ class TestResumeCommand:
     )
     def test_it_names_the_program_as_it_is_called(self, monkeypatch, program, expected):
         monkeypatch.setattr("sys.argv", [program, "train"])
-        found = resume_command(RunConfig())
+        found = resume_command(RunSettings())
         assert found == expected or found.partition(" ")[2] == expected

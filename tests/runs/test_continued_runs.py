@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 
 from torchrl_llm import keys
 from torchrl_llm.objectives import TurnVine
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.testing.credit_worlds import DelayedReward
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import word_tokenizer
@@ -61,7 +61,9 @@ def success(folder, seed: int = SEED, **settings) -> float:
     random_model(tokenizer, seed=seed).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "tokenizer")
     paths = {"model_path": str(folder / "model"), "tokenizer_path": str(folder / "tokenizer")}
-    run = build_run(RunConfig(**SETTINGS | settings | paths, seed=seed, output_dir=folder / "run", overwrite=True))
+    run = build_run(
+        RunSettings.from_values(**SETTINGS | settings | paths, seed=seed, output_dir=folder / "run", overwrite=True)
+    )
     run.trainer.train()
     found = run.final_evaluation().success
     run.close()

@@ -78,7 +78,7 @@ def test_a_stage_is_saved_though_another_fails_before(tmp_path, failing):
         run.trainer.loggers = [FailingLogger("failing", tmp_path)]
     with pytest.raises(ConnectionError, match="is away"):
         run.trainer.train()
-    config.resume = True
+    config.output.resume = True
     resumed = build_run(config)
     assert resumed.trainer.iteration == 1
     assert [stage.weights for stage in resumed.trainer.collector.env.task_sampler.stages] == [STAGES[1]["weights"]]

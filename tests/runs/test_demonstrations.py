@@ -94,7 +94,7 @@ def recorded(tmp_path_factory):
         settings = {"record_interval": 1, "max_iterations": 2, "batch_size": 24, **more}
         config = small_config(tmp_path_factory.mktemp(name), "LLMREINFORCE", **settings)
         build_run(config, callbacks=[copies]).trainer.train()
-        found[name] = config.output_dir, copies.rows
+        found[name] = config.output.output_dir, copies.rows
     return found
 
 
@@ -271,7 +271,7 @@ class TestRuns:
         ):
             small_config(tmp_path, "SFT", **settings)
         for chosen in ({"imitate": "success"}, {"imitate": "return"}, {"min_return": 0.5}):
-            assert small_config(tmp_path, "SFT", **settings, **chosen).demonstrations is None
+            assert small_config(tmp_path, "SFT", **settings, **chosen).rollouts.demonstrations is None
 
     @pytest.mark.parametrize("given", [{"collector": "async"}, {"group_size": 2}, {"adaptive_mixture": True}], ids=str)
     def test_settings_of_what_is_played_do_not_go_with_given_episodes(self, tmp_path, given):
@@ -363,13 +363,13 @@ class TestRuns:
         """Its episodes have no log-probs of who wrote them."""
         config = small_config(tmp_path, "SFT", demonstrations="guess_by_hints", max_iterations=2, record_interval=1)
         build_run(config).trainer.train()
-        (file, _) = sorted(config.output_dir.glob("rollouts/*.safetensors"))
+        (file, _) = sorted(config.output.output_dir.glob("rollouts/*.safetensors"))
         values, missing = token_values(read_recording(file))
         action = read_recording(file).arrays["turn_ids"] >= 0
         assert np.isnan(read_recording(file).arrays["sample_log_prob"][action]).all()
         assert (values["credit"][action] > 0).all()
         assert all("demonstration" in missing[name] for name in ("log_prob", "ratio", "kl"))
-        assert "<code>demonstrations</code>" in write_report(config.output_dir).read_text()
+        assert "<code>demonstrations</code>" in write_report(config.output.output_dir).read_text()
 
     def test_own_environments(self, tmp_path):
         player = f"{__name__}:stops_by_chance"

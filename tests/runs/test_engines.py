@@ -11,7 +11,7 @@ from small_runs import small_config
 from test_sleep import Sleeper
 
 from torchrl_llm.modules.vllm import start
-from torchrl_llm.runs import ConfigError, RunConfig, build, build_run, engines, settled
+from torchrl_llm.runs import ConfigError, RunSettings, build, build_run, engines, settled
 from torchrl_llm.runs.identity import config_changes
 from torchrl_llm.runs.memory import trainer_memory
 from torchrl_llm.testing.pretended_gpu import pretended_gpu
@@ -21,7 +21,7 @@ ONE, TWO = SimpleNamespace(world_size=1), SimpleNamespace(world_size=2)
 
 
 def config_of(**settings):
-    return RunConfig(policy="vllm", **settings)
+    return RunSettings.from_values(policy="vllm", **settings)
 
 
 class TestShare:
@@ -114,7 +114,7 @@ class TestGPUs:
 
     @pytest.mark.parametrize("settings", [{"policy": "hf"}, {"policy": "vllm", "collector": "ray"}])
     def test_nothing_starts_where_the_policy_is_elsewhere(self, settings):
-        assert engines.start_engine(RunConfig(**settings), None, None, ONE, torch.device("cpu")) is None
+        assert engines.start_engine(RunSettings.from_values(**settings), None, None, ONE, torch.device("cpu")) is None
 
 
 class TestSlots:
@@ -134,17 +134,17 @@ class TestSlots:
         ],
     )
     def test_an_engine_gets_as_many_as_there_are_episodes(self, settings, processes, expected):
-        config = RunConfig(**{"policy": "vllm"} | settings)
+        config = RunSettings.from_values(**{"policy": "vllm"} | settings)
         pair = SimpleNamespace(world_size=processes)
-        assert settled.with_num_envs(config, None, pair).num_envs == expected
+        assert settled.with_num_envs(config, None, pair).env.num_envs == expected
         assert config.slots == config.default_num_envs(1)
 
     def test_a_given_number_counts_and_a_resumed_run_keeps_its_own(self):
         given, accepted = config_of(num_envs=8), config_of(accept_changes=["num_envs"], resume=True)
         assert settled.with_num_envs(given, {"num_envs": 16}, ONE) is given
-        assert settled.with_num_envs(config_of(), {"num_envs": 16}, ONE).num_envs == 16
-        assert settled.with_num_envs(accepted, {"num_envs": 16}, ONE).num_envs == 32
-        assert not config_changes({"num_envs": 16}, {"num_envs": config_of().num_envs})
+        assert settled.with_num_envs(config_of(), {"num_envs": 16}, ONE).env.num_envs == 16
+        assert settled.with_num_envs(accepted, {"num_envs": 16}, ONE).env.num_envs == 32
+        assert not config_changes({"num_envs": 16}, {"num_envs": config_of().env.num_envs})
 
 
 def test_the_engine_starts_before_the_model_is_loaded_and_sleeps_meanwhile(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from small_runs import Won, one_batch, small_config
 
 from torchrl_llm import keys
 from torchrl_llm.envs import EnvSpec, GEMEnv, PromptDatasetEnv, resolve_env
-from torchrl_llm.runs import ConfigError, RunConfig, build_run
+from torchrl_llm.runs import ConfigError, RunSettings, build_run
 from torchrl_llm.runs.settled import with_granularity
 from torchrl_llm.testing.tiny import load_tiny_tokenizer
 
@@ -43,7 +43,7 @@ class Question(Guess):
     single_turn = True
 
 
-def auto(tmp_path, algo="LLMREINFORCE", **settings) -> RunConfig:
+def auto(tmp_path, algo="LLMREINFORCE", **settings) -> RunSettings:
     return small_config(tmp_path, algo, granularity="auto", **settings)
 
 
@@ -93,7 +93,7 @@ class TestMeaning:
     @pytest.mark.parametrize(("env", "granularity"), [({"make_env": DATASET}, "token"), ({"env": Guess}, "turn")])
     def test_it_is_the_settings_of_the_run_and_of_its_loss(self, tmp_path, algo, env, granularity):
         run = build_run(auto(tmp_path, algo), **env)
-        assert run.config.granularity == run.trainer.loss.value_estimator.granularity == granularity
+        assert run.config.loss.granularity == run.trainer.loss.value_estimator.granularity == granularity
         run.close()
 
     @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ class TestMeaning:
     )
     def test_of_environments(self, tmp_path, env, options, granularity):
         config = with_granularity(auto(tmp_path), None, environment(*env, **options))
-        assert config.granularity == granularity
+        assert config.loss.granularity == granularity
 
     @pytest.mark.parametrize("granularity", [None, "turn", "token"])
     def test_what_is_given_stays(self, tmp_path, granularity):
@@ -126,7 +126,7 @@ class TestMeaning:
 
     def test_settings_that_do_not_fit_the_meaning_are_refused_when_it_is_known(self, tmp_path):
         config = auto(tmp_path, discounted_objective=True)  # per token gamma is 1
-        assert with_granularity(config, None, environment(Guess)).granularity == "turn"
+        assert with_granularity(config, None, environment(Guess)).loss.granularity == "turn"
         with pytest.raises(ConfigError, match="discounted_objective=True does nothing with granularity='token'"):
             with_granularity(config, None, environment(Question))
 
@@ -177,22 +177,22 @@ class TestResume:
 
     def test_it_is_saved_and_resumed_by_its_meaning(self, tmp_path):
         self.saved(tmp_path, env=Guess)
-        assert RunConfig.from_yaml(tmp_path / "run" / "config.yaml").granularity == "turn"
+        assert RunSettings.from_yaml(tmp_path / "run" / "config.yaml").loss.granularity == "turn"
         run = build_run(
             auto(tmp_path, save_checkpoints=True, checkpoint_interval=1, max_iterations=1, resume=True), env=Guess
         )
-        assert run.config.granularity == "turn"
+        assert run.config.loss.granularity == "turn"
         assert run.trainer.iteration == 1
         run.close()
 
     @pytest.mark.parametrize(("before", "env"), [("turn", Guess), (None, Guess), ("token", Question)])
     def test_the_same_meaning_is_that_of_the_checkpoint_to_the_letter(self, tmp_path, before, env):
         config = with_granularity(auto(tmp_path), {"granularity": before}, environment(env))
-        assert config.granularity == before
+        assert config.loss.granularity == before
 
     def test_another_meaning_is_refused_unless_it_is_accepted(self, tmp_path):
         saved = {"granularity": None}
         with pytest.raises(ConfigError, match=r"means 'token' in this environment, .* had None"):
             with_granularity(auto(tmp_path), saved, environment(Question))
         accepted = auto(tmp_path, resume=True, accept_changes=["granularity"])
-        assert with_granularity(accepted, saved, environment(Question)).granularity == "token"
+        assert with_granularity(accepted, saved, environment(Question)).loss.granularity == "token"

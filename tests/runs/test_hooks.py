@@ -8,7 +8,7 @@ from small_runs import small_config, weights
 
 from torchrl_llm import keys
 from torchrl_llm.objectives import GroupRelative, LLMGRPOLoss, LLMReinforceLoss, NoCredit, ReBN, TurnVine
-from torchrl_llm.runs import ConfigError, RunConfig, build_run
+from torchrl_llm.runs import ConfigError, RunSettings, build_run
 from torchrl_llm.runs.effective_settings import python_settings
 from torchrl_llm.trainers import Callback
 from torchrl_llm.utils.options import Share
@@ -160,9 +160,9 @@ class LeaveOneOut(GroupRelative):
 
 def test_the_baseline_of_trees_is_the_estimators():
     trees = {"algo": "GRPO", "group_size": 4, "tree_branches": 1}
-    assert RunConfig(**trees, estimator=f"{__name__}:LeaveOneOut").tree_branches == 1
+    assert RunSettings.from_values(**trees, estimator=f"{__name__}:LeaveOneOut").rollouts.tree_branches == 1
     with pytest.raises(ConfigError, match="the mean of the group as baseline is biased"):
-        RunConfig(**trees)
+        RunSettings.from_values(**trees)
 
 
 class Grouped(LLMReinforceLoss):
@@ -179,12 +179,12 @@ class Discounted(LLMGRPOLoss):
 
 
 def test_options_reach_the_loss_and_its_own_estimator():
-    config = RunConfig(algo="GRPO", group_size=4, gamma=0.9)
+    config = RunSettings.from_values(algo="GRPO", group_size=4, gamma=0.9)
     options = config.loss_options(Discounted)
     assert (options["gamma"], options["estimator"].gamma) == (0.9, 0.9)
-    assert isinstance(RunConfig(algo="LLMREINFORCE").loss_options(Grouped)["estimator"], GroupRelative)
+    assert isinstance(RunSettings(algo="LLMREINFORCE").loss_options(Grouped)["estimator"], GroupRelative)
     with pytest.raises(ConfigError, match='granularity="auto" is decided by the environment'):
-        RunConfig(granularity="auto").loss_options()
+        RunSettings.from_values(granularity="auto").loss_options()
 
 
 def test_a_loss_without_the_estimator_of_the_settings_is_refused(tmp_path):

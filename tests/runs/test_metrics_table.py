@@ -30,7 +30,7 @@ class Remembers(Callback):
 
 def test_a_run_is_one_table_of_its_metrics(tmp_path):
     config = small_config(tmp_path, max_iterations=4, evaluation_interval=3)
-    watch = Remembers(config.output_dir / FILE)
+    watch = Remembers(config.output.output_dir / FILE)
     history = build_run(config, callbacks=[watch]).trainer.train()
     table = pd.read_csv(watch.path, float_precision="round_trip")
     assert list(table.columns[:3]) == ["iteration", "rollout/steps", "rollout/episodes"]

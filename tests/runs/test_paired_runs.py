@@ -138,12 +138,12 @@ class TestRun:
         table, line = said[1].rstrip().splitlines()[-2:]
         assert table.startswith("after ")
         assert line == str(PairedComparison(**result["paired"]))
-        page = (config.output_dir / "report.html").read_text()
+        page = (config.output.output_dir / "report.html").read_text()
         assert f"Episode by episode: {line}." in page
         assert "penalized turns" in page
         assert result["penalized_before"] == before.penalized
         # The second report reads the evaluation before the run from its file.
-        config = replace(config, resume=True, max_iterations=2, accept_changes=["max_iterations"])
+        config = config.replace(resume=True, max_iterations=2, accept_changes=["max_iterations"])
         result, run = run_and_report(config, partial(build_run, config), say=said.append), build_run(config)
         earlier, later = won_by_id(before), won_by_id(run.final_evaluation())
         run.close()
@@ -152,27 +152,27 @@ class TestRun:
         assert gained + lost > 0
         found = result["paired"]
         assert (found["gained"], found["lost"], found["episodes"]) == (gained, lost, 32)
-        assert json.loads((config.output_dir / "result.json").read_text())["paired"] == result["paired"]
+        assert json.loads((config.output.output_dir / "result.json").read_text())["paired"] == result["paired"]
 
     def test_a_run_that_is_resumed_in_another_game_has_no_pair(self, tmp_path, caplog):
         """A policy that never changes gained 86 episodes of 128, for it got more turns."""
         config = small_config(tmp_path, save_checkpoints=True, max_iterations=1, **QUICK | {"lr_actor": 0.0})
-        config, said = replace(config, env_options={"max_turns": 2}), []
+        config, said = config.replace(env_options={"max_turns": 2}), []
         run_and_report(config, partial(build_run, config), say=said.append)
         changed = {"env_options": {"max_turns": 10}, "max_iterations": 2}
-        config = replace(config, resume=True, accept_changes=[*changed], **changed)
+        config = config.replace(resume=True, accept_changes=[*changed], **changed)
         result = run_and_report(config, partial(build_run, config), say=said.append)
         assert result["success_after"] > result["success_before"]
         assert (result["paired"], result["same_games"]) == (None, False)
-        page = (config.output_dir / "report.html").read_text()
+        page = (config.output.output_dir / "report.html").read_text()
         for text in (page, said[-2]):
             assert "before and after are of different games" in text
             assert "McNemar" not in text
-        other = replace(
-            config, env_options={"max_turns": 2}, output_dir=tmp_path / "other", resume=False, accept_changes=[]
+        other = config.replace(
+            env_options={"max_turns": 2}, output_dir=tmp_path / "other", resume=False, accept_changes=[]
         )
         run_and_report(other, partial(build_run, other), say=said.append)
-        lines = compare_runs([other.output_dir, config.output_dir]).splitlines()
+        lines = compare_runs([other.output.output_dir, config.output.output_dir]).splitlines()
         assert lines[2].split()[-1] == "-"
         assert lines[2].split()[4] == "-"  # before
         assert "not of the same games" in caplog.text
@@ -187,13 +187,13 @@ class TestRun:
         run, said = build_run(config), []
         before = run.final_evaluation()
         kept = {name: value for name, value in before.statistics().items() if name not in lacks}
-        config.output_dir.mkdir(exist_ok=True)
+        config.output.output_dir.mkdir(exist_ok=True)
         report = RunReport(said.append, Evaluation(**kept), before if lacks else replace(before, task_digest="other"))
         with caplog.at_level(logging.WARNING):
             result = report.write(run, "stopped")
         run.close()
         assert result["paired"] is None
-        assert "McNemar" not in said[0] + (config.output_dir / "report.html").read_text()
+        assert "McNemar" not in said[0] + (config.output.output_dir / "report.html").read_text()
         assert ("not of the same games" in caplog.text) is logged
 
 

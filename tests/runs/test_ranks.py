@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from waiting import LIMIT, wait_until
 
 from torchrl_llm import keys
-from torchrl_llm.runs import ConfigError, RunConfig
+from torchrl_llm.runs import ConfigError, RunSettings
 from torchrl_llm.runs.build import check_sharding
 from torchrl_llm.runs.checkpoint_files import verify
 from torchrl_llm.runs.states import sampled_further
@@ -196,7 +196,9 @@ class TestSettings:
         ids=lambda given: next(iter(given)),
     )
     def test_settings_that_sharded_weights_do_not_go_with(self, tmp_path, given):
-        config = RunConfig(algo="LLMPPO", model_path="tiny", max_model_len=256, output_dir=tmp_path, **given)
+        config = RunSettings.from_values(
+            algo="LLMPPO", model_path="tiny", max_model_len=256, output_dir=tmp_path, **given
+        )
         check_sharding(config, SimpleNamespace(sharded=False, world_size=2))
         with pytest.raises(ConfigError, match=f"{next(iter(given))} is .* over 2 processes"):
             check_sharding(config, SimpleNamespace(sharded=True, world_size=2))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from waiting import LIMIT
 
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.trainers import Callback
 
 pytestmark = pytest.mark.ray
@@ -45,7 +45,7 @@ def cluster():
 @pytest.fixture
 def play(tmp_path):
     def play(name, *, callbacks=(), **settings):
-        run = build_run(RunConfig(**COMMON | settings, output_dir=tmp_path / name), callbacks=callbacks)
+        run = build_run(RunSettings.from_values(**COMMON | settings, output_dir=tmp_path / name), callbacks=callbacks)
         try:
             history = run.trainer.train()
         finally:

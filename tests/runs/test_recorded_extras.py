@@ -38,7 +38,7 @@ def test_they_reach_the_update_the_recordings_and_the_page(tmp_path, collector):
     assert len(regrets.worst) == 2
     assert max(regrets.worst) < 1e-5
     for name in ("before", "iteration-000000000001", "iteration-000000000002", "after"):
-        recording = read_recording(config.output_dir / "rollouts" / f"{name}.safetensors")
+        recording = read_recording(config.output.output_dir / "rollouts" / f"{name}.safetensors")
         taken = recording.arrays["turn.mask"]
         assert set(recording.extras["state"][taken].tolist()) == set(recording.texts)
         # In the first turn the state is the task's, of which the best plan pays 1.
@@ -46,7 +46,7 @@ def test_they_reach_the_update_the_recordings_and_the_page(tmp_path, collector):
             line = Line.read(recording.texts[int(state)])
             assert line.moves == 5
             assert 0 <= regret[0] <= 1 / most_worth(line) * 2 + 0.1 + 1e-6
-    page = (config.output_dir / "report.html").read_text()
+    page = (config.output.output_dir / "report.html").read_text()
     block = re.search(r'<script type="text/plain" id="index">(.*?)</script>', page)[1]
     index = json.loads(zlib.decompress(b64decode(block)))
     episode = index["groups"][0]["episodes"][0]

@@ -50,7 +50,7 @@ def _handler():
 
 
 def recordings(config):
-    return {path.stem: path for path in sorted((config.output_dir / "rollouts").glob("*.safetensors"))}
+    return {path.stem: path for path in sorted((config.output.output_dir / "rollouts").glob("*.safetensors"))}
 
 
 def names(*iterations):
@@ -79,8 +79,8 @@ def test_first_last_and_every_few_are_kept_as_the_update_saw_them(tmp_path):
         assert (recording.gamma, recording.missing, recording.interval) == (0.99, {}, 2)
         ids = rows[keys.TOKENS][places][rows[keys.ATTENTION_MASK][places]]
         assert set(recording.pieces) == set(ids.tolist())
-    write_report(config.output_dir)
-    pages = (config.output_dir / "episodes.md").read_text().split("# Episodes of iteration ")[1:]
+    write_report(config.output.output_dir)
+    pages = (config.output.output_dir / "episodes.md").read_text().split("# Episodes of iteration ")[1:]
     assert [page.partition(",")[0] for page in pages] == ["1", "2", "4", "5"]
     assert all(1 <= page.count("\n## Episode ") <= 4 for page in pages)
 
@@ -186,7 +186,7 @@ class TestRunAndReport:
         said = []
         run_and_report(config, partial(build_run, config), say=said.append)
         assert list(recordings(config)) == ["after", "before", *names(1, 2)]
-        text = (config.output_dir / "report.html").read_text()
+        text = (config.output.output_dir / "report.html").read_text()
         assert "report.html, result.json" in said[-1]
         assert "max_iterations=2" in text
         assert "<code>seed</code>" in text
@@ -196,7 +196,7 @@ class TestRunAndReport:
         config = small_config(tmp_path, max_iterations=9, save_checkpoints=True)
         with pytest.raises(Interrupted):
             run_and_report(config, partial(build_run, config, callbacks=[Stops(2)]), say=lambda line: None)
-        text = (config.output_dir / "report.html").read_text()
+        text = (config.output.output_dir / "report.html").read_text()
         assert "interrupted by SIGINT" in text
         assert "not evaluated" in text
 
@@ -205,12 +205,12 @@ class TestRunAndReport:
             """Makes a folder where the page is to be."""
 
             def on_end(self, trainer):
-                (trainer.config.output_dir / "report.html").mkdir()
+                (tmp_path / "run" / "report.html").mkdir()
 
         config = small_config(tmp_path, max_iterations=1)
         result = run_and_report(config, partial(build_run, config, callbacks=[Blocks()]), say=lambda line: None)
         assert result["iterations"] == 1
-        assert (config.output_dir / "result.json").exists()
+        assert (config.output.output_dir / "result.json").exists()
         assert "report.html or episodes.md could not be written" in caplog.text
 
     def test_a_new_run_moves_the_recordings_aside(self, tmp_path):
@@ -218,21 +218,21 @@ class TestRunAndReport:
         build_run(config).trainer.train()
         build_run(small_config(tmp_path, max_iterations=2, overwrite=True)).trainer.train()
         assert list(recordings(config)) == names(1, 2)
-        assert (config.output_dir / "previous-1" / "rollouts" / f"{names(1)[0]}.safetensors").exists()
+        assert (config.output.output_dir / "previous-1" / "rollouts" / f"{names(1)[0]}.safetensors").exists()
 
     def test_a_run_that_is_kept_aside_keeps_its_recordings(self, tmp_path):
         saved = {"save_checkpoints": True, "checkpoint_interval": 1, "record_interval": 1, "keep_checkpoints": 9}
         config = small_config(tmp_path, max_iterations=3, **saved)
         build_run(config).trainer.train()
-        first = sorted((config.output_dir / "checkpoints").glob("checkpoint-*"))[0]
+        first = sorted((config.output.output_dir / "checkpoints").glob("checkpoint-*"))[0]
         build_run(small_config(tmp_path, max_iterations=3, **saved, resume_from=first)).trainer.train()
-        aside = config.output_dir / "previous-1" / "rollouts"
+        aside = config.output.output_dir / "previous-1" / "rollouts"
         assert sorted(path.stem for path in aside.glob("*.safetensors")) == names(1, 2, 3)
 
     def test_it_can_be_written_again_without_the_run(self, tmp_path):
         config = small_config(tmp_path, max_iterations=1)
         build_run(config).trainer.train()
-        assert write_report(config.output_dir) == config.output_dir / "report.html"
+        assert write_report(config.output.output_dir) == config.output.output_dir / "report.html"
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, caplog, monkeypatch):

@@ -167,7 +167,7 @@ class TestNothingIsLost:
         settings = config(tmp_path / "run")
         for _ in range(2):
             RunFolder(settings).open(None, lambda: [(tmp_path / "run" / "csv" / "texts").mkdir(parents=True)])
-        assert not list(settings.output_dir.glob("previous-*"))
+        assert not list(settings.output.output_dir.glob("previous-*"))
 
     def test_what_overwrite_left_is_not_deleted_by_a_run_without(self, folder):
         RunFolder(config(folder, overwrite=True)).open(None, no_loggers)
@@ -282,9 +282,9 @@ class TestOutputDir:
     def test_a_full_disk(self, tmp_path):
         """A file system of its own, where the kernel lets one be made."""
         code = (
-            "import sys; from pathlib import Path; from torchrl_llm.runs import RunConfig, build_run\n"
+            "import sys; from pathlib import Path; from torchrl_llm.runs import RunSettings, build_run\n"
             "where = Path(sys.argv[1]); (where / 'filler').write_bytes(bytes(1 << 15))\n"
-            "build_run(RunConfig(model_path='none', output_dir=where / 'run'))"
+            "build_run(RunSettings.from_values(model_path='none', output_dir=where / 'run'))"
         )
         mount = 'mount -t tmpfs -o size=64k tmpfs "$1" && exec "$2" -c "$3" "$1"'
         command = ["unshare", "-rm", "sh", "-c", mount, "sh", str(tmp_path), sys.executable, code]

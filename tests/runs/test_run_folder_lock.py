@@ -85,11 +85,11 @@ class TestTwoProcesses:
     def test_checkpoints_in_the_folder_of_another_run(self, tmp_path):
         first, second = config(tmp_path / "first" / "run"), config(tmp_path / "second" / "run")
         RunFolder(first).open(None, no_loggers)
-        for path in (first.output_dir / "checkpoints", second.output_dir):
+        for path in (first.output.output_dir / "checkpoints", second.output.output_dir):
             path.mkdir(parents=True)
         # an empty folder would be removed
-        (first.output_dir / "checkpoints" / "notes.txt").write_text("mine")
-        (second.output_dir / "checkpoints").symlink_to(first.output_dir / "checkpoints")
+        (first.output.output_dir / "checkpoints" / "notes.txt").write_text("mine")
+        (second.output.output_dir / "checkpoints").symlink_to(first.output.output_dir / "checkpoints")
         for one, other in ((first, second), (second, first)):
             known = RunFolder(other)
             with running(one):

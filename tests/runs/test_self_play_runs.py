@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from torchrl_llm.cli import main
 from torchrl_llm.envs import GEMEnv, SelfPlayEnv
 from torchrl_llm.metrics import paired_comparison
 from torchrl_llm.modules import PlayerPolicy
-from torchrl_llm.runs import RunConfig, build_run, parse_run_config, play_match
+from torchrl_llm.runs import RunSettings, build_run, parse_settings, play_match
 from torchrl_llm.runs.saved import SavedModel
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.take_away import TakeAway, take_at_random, take_well
@@ -99,12 +98,15 @@ class TestRefused:
     )
     def test_settings(self, settings, said):
         with pytest.raises(ConfigError, match=said):
-            RunConfig(**{"collector": "self_play", **settings})
+            RunSettings.from_values(**{"collector": "self_play", **settings})
 
     def test_the_players_are_the_group(self):
-        assert RunConfig(collector="self_play").group_size == 2
-        assert RunConfig(collector="self_play", group_size=3, batch_size=6, num_envs=6).group_size == 3
-        assert replace(RunConfig(collector="self_play"), seed=1).group_size == 2
+        assert RunSettings.from_values(collector="self_play").rollouts.group_size == 2
+        assert (
+            RunSettings.from_values(collector="self_play", group_size=3, batch_size=6, num_envs=6).rollouts.group_size
+            == 3
+        )
+        assert RunSettings.from_values(collector="self_play").replace(seed=1).rollouts.group_size == 2
 
     @pytest.mark.parametrize(
         ("opponent", "said"),
@@ -150,7 +152,7 @@ def small(folder, **settings):
         "output_dir": folder,
         "progress": False,
     }
-    return RunConfig(**given | settings)
+    return RunSettings.from_values(**given | settings)
 
 
 class TestRun:
@@ -167,8 +169,8 @@ class TestRun:
     @pytest.mark.parametrize("players", [2, 3])
     def test_a_saved_model_plays_games_of_as_many_players(self, tmp_path, players):
         config = small(tmp_path, model_path="tiny", group_size=players, batch_size=6, num_envs=6)
-        saved = SavedModel(path=tmp_path, weights=tmp_path, tokenizer=None, settings=asdict(config))
-        assert (saved.config().collector, saved.config().group_size) == ("self_play", players)
+        saved = SavedModel(path=tmp_path, weights=tmp_path, tokenizer=None, settings=config.as_json())
+        assert (saved.config().rollouts.collector, saved.config().rollouts.group_size) == ("self_play", players)
 
     @pytest.mark.parametrize("role", ["model", "environment", "player"])
     def test_play_shows_one_conversation_and_no_game(self, tmp_path, capsys, role):
@@ -200,7 +202,7 @@ class TestRun:
     def test_the_example_settings_go_on_from_those_of_the_warm_start(self, tmp_path):
         quick = ["--max-iterations=1", "--batch-size=8", "--num-envs=8", "--final-episodes=4", "--progress=false"]
         warm = [f"--config={CONFIGS / 'tiny_self_play_warmup.yaml'}", f"--output-dir={tmp_path / 'warm'}", *quick]
-        first = build_run(parse_run_config(warm))
+        first = build_run(parse_settings(warm))
         assert len(first.trainer.train()) == 1
         first.close()
         start = ["--minibatch-size=8", f"--init-from={tmp_path / 'warm' / 'checkpoints' / 'last'}"]
@@ -210,7 +212,7 @@ class TestRun:
             *quick,
             *start,
         ]
-        second = build_run(parse_run_config(learned))
+        second = build_run(parse_settings(learned))
         for one, other in zip(first.models.model.parameters(), second.models.model.parameters(), strict=True):
             assert torch.equal(one, other)
         assert len(second.trainer.train()) == 1

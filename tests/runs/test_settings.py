@@ -9,7 +9,7 @@ field, never taken without effect.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,8 +53,9 @@ from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.envs import EnvironmentFault, NotAppendOnlyError
 from torchrl_llm.modules import AdapterError
-from torchrl_llm.runs import ConfigError, RunConfig, build_run
+from torchrl_llm.runs import ConfigError, RunSettings, build_run
 from torchrl_llm.testing.take_away import TakeAway
+from torchrl_llm.utils.sections import settings_of
 
 EVALUATED = {"evaluation_interval": 1}
 SAVED = {"save_checkpoints": True, "checkpoint_interval": 1}
@@ -359,9 +360,9 @@ def trace(tmp_path_factory):
             where = {"output_dir": place / f"run{len(known)}"} | settings
             if case.prior is not None:
                 anew = {"resume": False, "overwrite": False, "accept_changes": [], "output_dir": where["output_dir"]}
-                build_run(RunConfig(**BASE | case.context | anew | case.prior)).trainer.train()
+                build_run(RunSettings.from_values(**BASE | case.context | anew | case.prior)).trainer.train()
             try:
-                known[key] = (case.run or trained)(RunConfig(**where), case.env)
+                known[key] = (case.run or trained)(RunSettings.from_values(**where), case.env)
             except EnvironmentFault as fault:
                 known[key] = {"raised": type(fault)}
             except (AdapterError, ConfigError, CheckpointError, ImportError, NotAppendOnlyError) as error:
@@ -371,7 +372,7 @@ def trace(tmp_path_factory):
     return trace
 
 
-NAMES = [each.name for each in fields(RunConfig)]
+NAMES = [*settings_of(RunSettings)]
 ON_A_CPU = {"base_products", "deterministic", "device", "dtype", "float32_matmul_precision"}
 """Have another default, or another condition, on a GPU."""
 

@@ -46,7 +46,7 @@ def test_an_engine_sleeps_while_dynamic_sampling_scores(tmp_path):
         policy=engine,
         loss=run.trainer.loss,
         optimizer=make_optimizer(config, run.models),
-        config=config,
+        config=config.trainer,
         accelerator=run.trainer.accelerator,
         weight_sync=EngineWeightSync(run.models.model, policy=engine, sleep_level=1),
     )

@@ -14,7 +14,7 @@ from hashlib import sha256
 import pytest
 from waiting import LIMIT
 
-from torchrl_llm.runs import ConfigError, RunConfig, smollm2
+from torchrl_llm.runs import ConfigError, RunSettings, smollm2
 from torchrl_llm.runs.saved import find_saved_model
 from torchrl_llm.runs.smollm2 import GGUF, SHA256, ConversionError, smollm2_model_path
 from torchrl_llm.runs.sources import load_model_config, load_tokenizer, model_path
@@ -225,7 +225,7 @@ class TestMade:
 
 class TestName:
     def test_the_settings_know_it(self, cache, package, convert):
-        config = RunConfig(model_path="smollm2")
+        config = RunSettings.from_values(model_path="smollm2")
         assert model_path(config) == str(smollm2_model_path())
         assert load_model_config(config).model_type == "qwen2"
         assert len(load_tokenizer(config)) == load_model_config(config).vocab_size
@@ -237,7 +237,7 @@ class TestName:
     def test_a_folder_of_the_name_has_a_dot_and_a_slash(self, cache, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         shutil.copytree(tiny_model_path(), "smollm2")
-        assert model_path(RunConfig(model_path="./smollm2")) == "smollm2"
+        assert model_path(RunSettings.from_values(model_path="./smollm2")) == "smollm2"
         assert not cache.exists()
 
     def test_nothing_is_made_by_an_import(self, package, cache):

@@ -8,7 +8,7 @@ from small_runs import one_batch, small_config, weights
 
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer
-from torchrl_llm.runs import RunConfig, build, build_run
+from torchrl_llm.runs import RunSettings, build, build_run
 from torchrl_llm.testing.tiny import load_tiny_tokenizer, random_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 from torchrl_llm.utils.options import ConfigError, IdleError
@@ -108,7 +108,7 @@ def test_a_teacher_of_shorter_contexts_is_refused(tmp_path, teacher):
 )  # fmt: skip
 def test_settings_that_leave_it_without_effect(settings, said):
     with pytest.raises((ConfigError, IdleError), match=said):
-        RunConfig(teacher="tiny", **settings)
+        RunSettings.from_values(teacher="tiny", **settings)
 
 
 def test_one_that_is_not_there(tmp_path):

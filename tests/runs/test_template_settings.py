@@ -12,7 +12,7 @@ from small_runs import one_batch, small_config
 from torchrl_llm import keys
 from torchrl_llm.cli._fit import fit
 from torchrl_llm.envs import CHATML
-from torchrl_llm.runs import ConfigError, RunConfig, build_run
+from torchrl_llm.runs import ConfigError, RunSettings, build_run
 from torchrl_llm.runs.export import export_model
 from torchrl_llm.runs.saved import find_saved_model, load_saved_model
 from torchrl_llm.runs.settings_file import as_yaml
@@ -35,7 +35,7 @@ class TestChatTemplate:
         rows = one_batch(run)
         text = run.tokenizer.decode(rows[keys.TOKENS][0][rows[keys.ATTENTION_MASK][0]])
         assert text.startswith("<|im_start|>user\n \t\n")
-        assert run.config.chat_template == OWN
+        assert run.config.chat.chat_template == OWN
         run.close()
 
     def test_it_is_kept_with_what_was_trained(self, tmp_path, template):
@@ -44,12 +44,12 @@ class TestChatTemplate:
         expected = run.trainer.collector.env.formatter.start("Hi.")
         run.trainer.train()
         template.unlink()
-        assert RunConfig.from_yaml(config.output_dir / "config.yaml").chat_template == OWN
-        saved = find_saved_model(config.output_dir)
+        assert RunSettings.from_yaml(config.output.output_dir / "config.yaml").chat.chat_template == OWN
+        saved = find_saved_model(config.output.output_dir)
         folders = [export_model(saved, tmp_path / form, format=form) for form in ("adapter", "merged")]
         # an adapter may be copied without its tokenizer
         (folders[0] / "chat_template.jinja").unlink()
-        for folder in (config.output_dir, *folders):
+        for folder in (config.output.output_dir, *folders):
             found = find_saved_model(folder)
             loaded = load_saved_model(found, found.config(device="cpu"))
             assert loaded.formatter.start("Hi.") == expected
@@ -81,13 +81,13 @@ class TestChatTemplate:
         (tmp_path / "plain.txt").write_text("User: and then the assistant")
         (tmp_path / "latin").write_bytes(b"caf\xe9 {{ messages }}")
         with pytest.raises(ConfigError, match=f"(?s)chat_template is .*{said}"):
-            RunConfig(chat_template=given.replace("{folder}", str(tmp_path)))
+            RunSettings.from_values(chat_template=given.replace("{folder}", str(tmp_path)))
 
     def test_its_text_survives_a_settings_file(self, tmp_path):
         path = tmp_path / "config.yaml"
         for text in (OWN, "{{ messages }}\n\n", "\n  {% if x %}: # no comment'\"\\n{% endif %}", CHATML):
-            path.write_text(as_yaml({"chat_template": text}), encoding="utf-8")
-            assert RunConfig.from_yaml(path).chat_template == text
+            path.write_text(as_yaml({"chat": {"chat_template": text}}), encoding="utf-8")
+            assert RunSettings.from_yaml(path).chat.chat_template == text
 
 
 class TestDate:
@@ -101,9 +101,9 @@ class TestDate:
         first = build_run(small_config(tmp_path, **settings), env=Echo)
         prompts = self.prompt(first)
         first.trainer.train()
-        day = first.config.template_date
+        day = first.config.chat.template_date
         assert prompts[0] == prompts[1]
-        assert RunConfig.from_yaml(first.config.output_dir / "config.yaml").template_date == day
+        assert RunSettings.from_yaml(first.config.output.output_dir / "config.yaml").chat.template_date == day
 
         class Later(date):
             @classmethod
@@ -113,15 +113,15 @@ class TestDate:
         for module in ("torchrl_llm.envs.chat", "torchrl_llm.runs.settled"):
             monkeypatch.setattr(f"{module}.date", Later)
         resumed = build_run(small_config(tmp_path, resume=True, **settings), env=Echo)
-        assert resumed.config.template_date == day
+        assert resumed.config.chat.template_date == day
         assert self.prompt(resumed) == prompts
         resumed.close()
-        saved = find_saved_model(first.config.output_dir)
+        saved = find_saved_model(first.config.output.output_dir)
         loaded = load_saved_model(saved, saved.config(device="cpu"))
         assert loaded.formatter.start("Hi.") == prompts[0]
         accepted = {"resume": True, "accept_changes": ["template_date"]}
         other = build_run(small_config(tmp_path, **settings, **accepted), env=Echo)
-        assert other.config.template_date == "2031-07-01"
+        assert other.config.chat.template_date == "2031-07-01"
         assert self.prompt(other) != prompts
         other.close()
 
@@ -138,7 +138,7 @@ class TestDate:
 
     def test_a_template_without_a_date_has_none(self, tmp_path):
         run = build_run(small_config(tmp_path), env=Echo)
-        assert run.config.template_date is None
+        assert run.config.chat.template_date is None
         run.close()
 
     def test_doctor_names_it(self, tmp_path):
@@ -154,10 +154,10 @@ class TestDate:
 
 def test_a_run_of_a_version_without_these_settings_is_resumed(tmp_path, monkeypatch):
     settings = {"save_checkpoints": True, "max_iterations": 1}
-    as_json = RunConfig.as_json
+    as_json = RunSettings.as_json
     with monkeypatch.context() as before:
         before.setattr(
-            RunConfig,
+            RunSettings,
             "as_json",
             lambda self: {
                 name: value
@@ -176,7 +176,7 @@ class TestStopIds:
         stops = tuple(range(5, 100))
         config = small_config(tmp_path, stop_ids=[*stops], max_output_tokens=32, min_output_tokens=2, batch_size=16)
         run = build_run(config, env=Echo)
-        assert run.policy.stop_ids == run.models.actor.held_back == run.config.stop_ids == stops
+        assert run.policy.stop_ids == run.models.actor.held_back == run.config.sampling.stop_ids == stops
         assert run.trainer.collector.env.formatter.stop_ids == stops
         rows = one_batch(run)
         ids, turn = rows[keys.TOKENS], rows[keys.TURN_IDS]
@@ -189,7 +189,7 @@ class TestStopIds:
     def test_they_are_kept_with_what_was_trained(self, tmp_path):
         config = small_config(tmp_path, stop_ids=[7, 9], save_checkpoints=True, max_iterations=1)
         build_run(config, env=Echo).trainer.train()
-        saved = find_saved_model(config.output_dir)
+        saved = find_saved_model(config.output.output_dir)
         assert load_saved_model(saved, saved.config(device="cpu")).policy.stop_ids == (7, 9)
         assert load_saved_model(saved, saved.config(device="cpu", stop_ids=[8])).policy.stop_ids == (8,)
 

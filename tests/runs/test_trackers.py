@@ -95,7 +95,7 @@ def run(tmp_path_factory) -> Path:
         # waits for the process that writes the file: on a busy machine its last record may come
         # after finish()
         wandb.teardown()
-    return config.output_dir
+    return config.output.output_dir
 
 
 def same(first: dict, second: dict, *, single: bool = False) -> None:

@@ -2,7 +2,6 @@
 win rate."""
 
 import json
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -42,9 +41,9 @@ class TestTrainedShare:
         config = small_config(tmp_path, "SFT", **QUICK | {"demonstrations": str(tmp_path / "talks.jsonl")})
         assert overlap(config) == 0
         assert overlap(config, train=True) is None
-        resumed = replace(config, resume=True)
+        resumed = config.replace(resume=True)
         assert overlap(resumed) is None
-        start = config.output_dir / "checkpoints" / "last"
+        start = config.output.output_dir / "checkpoints" / "last"
         assert overlap(small_config(tmp_path, **QUICK | {"init_from": start, "output_dir": tmp_path / "next"})) is None
 
     def test_it_counts_what_weights_were_trained_on_before(self, tmp_path, warm):
@@ -73,7 +72,7 @@ class TestBesideTheWinRate:
         share = f"{result['evaluation_task_overlap']:.0%}"
         assert said[0].endswith("trained on 0%")
         assert "trained on" in said[1]
-        page = (config.output_dir / "report.html").read_text()
+        page = (config.output.output_dir / "report.html").read_text()
         assert "held-out" not in page.split("<script")[0]
         assert "tasks trained on" in page
         assert f"<td>{share} " in page
@@ -84,13 +83,13 @@ class TestEnded:
         config = small_config(tmp_path, **QUICK)
         run = build_run(config)
         run.begin()
-        assert "it still runs, or was killed" in write_report(config.output_dir).read_text()
+        assert "it still runs, or was killed" in write_report(config.output.output_dir).read_text()
         run.trainer.train()
         run.close()
-        page = write_report(config.output_dir).read_text()
+        page = write_report(config.output.output_dir).read_text()
         assert "max_iterations=1" in page
         assert "still runs" not in page
-        again = build_run(replace(config, resume=True, max_iterations=2, accept_changes=["max_iterations"]))
+        again = build_run(config.replace(resume=True, max_iterations=2, accept_changes=["max_iterations"]))
         again.begin()
-        assert "it still runs, or was killed" in write_report(config.output_dir).read_text()
+        assert "it still runs, or was killed" in write_report(config.output.output_dir).read_text()
         again.close()

@@ -12,7 +12,7 @@ from torchrl_llm.cli import main
 from torchrl_llm.envs import ChatFormatter, EnvSpec, register_env_family
 from torchrl_llm.modules import load_actor_critic
 from torchrl_llm.modules.weights import WeightsError, read_adapter
-from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs import RunSettings
 from torchrl_llm.runs.opponents import make_opponent
 from torchrl_llm.runs.saved import SETTINGS, find_saved_model
 from torchrl_llm.runs.sources import load_tokenizer
@@ -20,6 +20,7 @@ from torchrl_llm.runs.teacher import find_teacher
 from torchrl_llm.runs.tiny import tiny_model_path
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.utils.options import ConfigError
+from torchrl_llm.utils.sections import in_sections
 
 GAME = {"collector": "self_play", "env_name": "world:take-away", "group_size": 2, "batch_size": 4, "num_envs": 4}
 SMALL = {"max_model_len": 256, "max_output_tokens": 8}
@@ -44,7 +45,7 @@ def strange(tmp_path, monkeypatch):
 
 
 def say(folder, **settings):
-    (folder / SETTINGS).write_text(json.dumps({**SMALL, **settings}))
+    (folder / SETTINGS).write_text(json.dumps(in_sections(RunSettings, {**SMALL, **settings})))
 
 
 COMMANDS = (["eval", "--episodes=2"], ["eval", "--episodes=2", "--json"], ["play"], ["play", "--as=environment"])
@@ -116,9 +117,9 @@ class TestFolders:
         say(folder, opponent="strange_code:play", **GAME | {"env_name": "openenv:strange_code:World"})
         assert main(["chat", str(folder)]) == 0
         assert main(["export", str(folder), str(tmp_path / "out")]) == 0
-        assert find_teacher(RunConfig(teacher=str(folder)))[1].env_name == RunConfig().env_name
-        config = RunConfig(**SMALL, **GAME, model_path="tiny", opponent=str(folder), device="cpu")
-        assert make_opponent(config, ChatFormatter(load_tokenizer(config)), config.sampling()) is not None
+        assert find_teacher(RunSettings.from_values(teacher=str(folder)))[1].env.env_name == RunSettings().env.env_name
+        config = RunSettings.from_values(**SMALL, **GAME, model_path="tiny", opponent=str(folder), device="cpu")
+        assert make_opponent(config, ChatFormatter(load_tokenizer(config)), config.sampling) is not None
         assert "strange_code" not in sys.modules
 
     @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ class TestFolders:
     def test_what_only_computes_is_kept(self, folder, kept):
         say(folder, **kept)
         config = find_saved_model(folder).config()
-        assert {name: getattr(config, name) for name in kept} == kept
+        assert {name: config.values()[name] for name in kept} == kept
 
 
 class TestModels:
@@ -150,7 +151,7 @@ class TestModels:
 
     def test_an_attention_that_takes_no_mask_is_left_out(self, folder):
         say(folder, attn_implementation="kernels-community/flash-attn2", policy="vllm")
-        assert find_saved_model(folder).config().attn_implementation is None
+        assert find_saved_model(folder).config().model.attn_implementation is None
         assert main(["eval", str(folder), "--episodes=2"]) == 0
 
     def test_a_base_is_fetched_for_who_names_it(self, tmp_path):
@@ -162,7 +163,7 @@ class TestModels:
         saved = find_saved_model(tmp_path / "actor")
         with pytest.raises(ConfigError, match=r"'somebody/else', which is not on this machine.*--model-path"):
             saved.config()
-        assert saved.config(model_path="somebody/else").model_path == "somebody/else"
+        assert saved.config(model_path="somebody/else").model.model_path == "somebody/else"
 
     def test_an_adapter_imports_nothing(self, tmp_path, strange):
         models = load_actor_critic(tiny_model_path(), lora=LoraConfig(r=2, target_modules=["q_proj"]))

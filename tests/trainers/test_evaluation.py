@@ -1,6 +1,5 @@
 """Evaluation and checkpoints."""
 
-from dataclasses import replace
 from functools import partial
 
 import gem
@@ -17,7 +16,7 @@ from torchrl_llm import keys
 from torchrl_llm.envs import EnvironmentFault, GEMEnv, PromptDatasetEnv, SeenTasks
 from torchrl_llm.metrics import success_interval, wilson_interval
 from torchrl_llm.modules import use_adapter
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.runs.build import make_environment
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
@@ -27,7 +26,7 @@ from torchrl_llm.trainers import evaluate
 
 @pytest.fixture
 def run(tmp_path):
-    config = RunConfig(
+    config = RunSettings.from_values(
         algo="LLMPPO",
         model_path="tiny",
         device="cpu",
@@ -61,7 +60,7 @@ class TestEvaluate:
     def test_does_not_depend_on_the_number_of_slots(self, run):
         results = []
         for num_envs in (3, 24):
-            run.config.num_envs = num_envs
+            run.config.env.num_envs = num_envs
             results.append(run.final_evaluation().rows)
         width = min(rows[keys.TOKENS].shape[1] for rows in results)
         assert torch.equal(*(rows[keys.TOKENS][:, :width] for rows in results))
@@ -238,7 +237,7 @@ class TestOverlap:
         assert result.metrics("evaluation")["evaluation/task_overlap"] == 1.0
 
     def test_a_run_reports_it_and_a_resumed_one_too(self, tmp_path):
-        config = RunConfig(
+        config = RunSettings.from_values(
             algo="LLMREINFORCE", model_path="tiny", device="cpu", output_dir=tmp_path, num_envs=8, batch_size=8, lora_r=2,
             max_model_len=256, max_output_tokens=16, evaluation_interval=1, evaluation_episodes=8, final_episodes=8,
             max_iterations=1, progress=False,
@@ -251,7 +250,7 @@ class TestOverlap:
         assert 1 < len(played) <= 8
         assert after > 0
         run.close()
-        resumed = build_run(replace(config, resume=True))
+        resumed = build_run(config.replace(resume=True))
         assert resumed.trainer.seen_tasks.tasks.tolist() == played.tasks.tolist()
         assert resumed.final_evaluation().task_overlap == after
         resumed.close()
@@ -261,7 +260,7 @@ class TestOverlap:
             rows = [{"problem": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(200)]
             return gem.make("math:GSM8K", dataset=Dataset.from_list(rows), use_mp=False)
 
-        config = RunConfig(
+        config = RunSettings.from_values(
             algo="LLMREINFORCE", model_path="tiny", device="cpu", output_dir=tmp_path, num_envs=1, batch_size=2,
             lora_r=2, max_model_len=256, progress=False, save_checkpoints=False,
         )  # fmt: skip
@@ -281,7 +280,7 @@ class TestLimits:
     @pytest.fixture
     def options(self, tokenizer):
         def options(**given):
-            config, make = RunConfig(model_path="tiny", num_envs=2, **given), partial(GEMEnv, StopOrGo)
+            config, make = RunSettings.from_values(model_path="tiny", num_envs=2, **given), partial(GEMEnv, StopOrGo)
             return {
                 stream: make_environment(config, tokenizer, make, stream=stream) for stream in ("train", "eval", "test")
             }
@@ -335,7 +334,7 @@ def likeliest(run, rows):
 class TestCheckpoints:
     def test_trained_adapter_loads_with_peft_alone(self, run):
         run.trainer.train()
-        folder = run.config.output_dir / "checkpoints" / "last"
+        folder = run.config.output.output_dir / "checkpoints" / "last"
         assert {"actor", "critic", "tokenizer"} <= {p.name for p in folder.iterdir()}
         assert not list(folder.rglob("*.bin")) + list(folder.rglob("*.pt"))
         model = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)

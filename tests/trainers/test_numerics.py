@@ -5,7 +5,7 @@ import pytest
 import torch
 from small_runs import one_batch, small_config
 
-from torchrl_llm.runs import ConfigError, RunConfig, build_run
+from torchrl_llm.runs import ConfigError, RunSettings, build_run
 from torchrl_llm.runs.device import make_numerics, mixed_precision
 from torchrl_llm.trainers import Callback, Numerics
 
@@ -93,10 +93,13 @@ class TestSettings:
         ("given", "device", "expected"), [(None, CPU, None), (None, CUDA, "high"), ("highest", CUDA, "highest")]
     )
     def test_products_of_a_gpu_are_tf32_unless_they_are_not_to_be(self, given, device, expected):
-        assert make_numerics(RunConfig(float32_matmul_precision=given), device).float32_matmul_precision == expected
+        assert (
+            make_numerics(RunSettings.from_values(float32_matmul_precision=given), device).float32_matmul_precision
+            == expected
+        )
 
     def test_deterministic_needs_a_variable_on_a_gpu(self, monkeypatch):
-        config = RunConfig(deterministic=True)
+        config = RunSettings.from_values(deterministic=True)
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
         assert make_numerics(config, CPU).deterministic
         with pytest.raises(ConfigError, match=r"Start the run with CUBLAS_WORKSPACE_CONFIG=:4096:8"):
@@ -117,5 +120,5 @@ class TestSettings:
         ],
     )
     def test_adapters_on_a_base_in_bfloat16_compute_in_it_on_a_gpu(self, settings, on_cpu, on_gpu):
-        config = RunConfig(model_path="tiny", **settings)
+        config = RunSettings.from_values(model_path="tiny", **settings)
         assert (mixed_precision(config, CPU), mixed_precision(config, CUDA)) == (on_cpu, on_gpu)

@@ -49,7 +49,7 @@ class TestIterations:
     def test_update_counts_them_so_that_a_warmup_ends(self, tmp_path):
         run = build_run(small_config(tmp_path, "LLMPPO", critic_warmup=2, lr_actor=1e-3))
         update = Update(
-            run.trainer.loss, make_optimizer(run.config, run.models), run.trainer.distributed, config=run.config
+            run.trainer.loss, make_optimizer(run.config, run.models), run.trainer.distributed, config=run.config.trainer
         )
         rows, actors = (
             run.trainer.scorer(one_batch(run)),

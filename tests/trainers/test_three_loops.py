@@ -37,8 +37,8 @@ def parts(folder):
     own."""
     run = build_run(small_config(folder, "GRPO", **SETTINGS))
     loss, config, distributed = run.trainer.loss, run.config, run.trainer.distributed
-    credit = Credit(loss, config=config, distributed=distributed)
-    return run, credit, Update(loss, make_optimizer(config, run.models), distributed, config=config)
+    credit = Credit(loss, config=config.trainer, distributed=distributed)
+    return run, credit, Update(loss, make_optimizer(config, run.models), distributed, config=config.trainer)
 
 
 def by_hand(folder, batches, wanted):

@@ -151,9 +151,9 @@ class TestLearning:
     @pytest.mark.slow
     def test_ppo_raises_the_win_rate_beyond_its_interval(self, tmp_path):
         """The short version of benchmarks/learning.py."""
-        from torchrl_llm.runs import parse_run_config
+        from torchrl_llm.runs import parse_settings
 
-        config = parse_run_config(
+        config = parse_settings(
             [
                 "--config=examples/configs/tiny_ppo_llm.yaml",
                 f"--output-dir={tmp_path}",

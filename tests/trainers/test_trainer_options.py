@@ -1,7 +1,6 @@
 """Settings of the trainer have their effect, and limits end a run where they say."""
 
 import math
-from dataclasses import fields
 
 import pytest
 import torch
@@ -11,10 +10,11 @@ from torchrl_llm import keys
 from torchrl_llm.collectors.stock import StockCollector
 from torchrl_llm.data import nonzero_variance, overlong, penalize_overlong
 from torchrl_llm.objectives import GroupRelative, TurnVTrace
-from torchrl_llm.runs import ConfigError, RunConfig, build_run, make_objective
+from torchrl_llm.runs import ConfigError, RunSettings, build_run, make_objective
 from torchrl_llm.runs.config import LOSSES, loss_settings
 from torchrl_llm.testing.environments import Echo
 from torchrl_llm.trainers import Callback, LLMTrainer
+from torchrl_llm.utils.sections import settings_of
 
 
 class TestOptions:
@@ -36,7 +36,7 @@ class TestOptions:
     def test_every_field_of_the_algorithm_is_handed_on(self):
         """Every option of every loss is a setting that ``make_objective`` hands on."""
         names = {name for algo in LOSSES for name in loss_settings(algo)}
-        assert names <= {field.name for field in fields(RunConfig)}
+        assert names <= settings_of(RunSettings).keys()
         assert {"gamma", "clip_epsilon", "lmbda", "normalize_over", "credit"} <= names
 
     @pytest.mark.parametrize(("choice", "top_p", "scored"), [("sampler", 0.8, False), ("scorer", 1.0, True)])

@@ -135,9 +135,9 @@ def counted_update(tmp_path, make_loss=None, **settings):
     rows = prepared(run.trainer, one_batch(run))
     run.models.actor.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else scored.append(1))
     metrics = run.trainer.update(rows)
-    passes, decide = len(scored), rows[:: int(1 / config.target_kl_share)]
+    passes, decide = len(scored), rows[:: int(1 / config.trainer.target_kl_share)]
     assert metrics["policy/kl_update"] == pytest.approx(kl(run, decide), rel=1e-4)
-    assert metrics["policy/kl_update"] <= config.target_kl
+    assert metrics["policy/kl_update"] <= config.trainer.target_kl
     assert all(parameter.grad is None for parameter in run.trainer.loss.parameters())
     return metrics, passes, heard.steps
 

@@ -52,7 +52,7 @@ class TestUpdate:
     )
     def test_learning_rates_follow_the_schedule(self, tmp_path, before, after, factor):
         config = small_config(tmp_path, max_steps=1000, warmup_fraction=0.1, min_lr_fraction=0.1)
-        assert lr_factor(config, before, after) == pytest.approx(factor, abs=1e-5)
+        assert lr_factor(config.trainer, before, after) == pytest.approx(factor, abs=1e-5)
 
     @pytest.mark.parametrize(
         ("before", "share", "factor"),
@@ -69,7 +69,7 @@ class TestUpdate:
         config = small_config(
             tmp_path, max_steps=1000, warmup_fraction=0.1, min_lr_fraction=0.1, lr_decay_fraction=share
         )
-        assert lr_factor(config, before, before + 50) == pytest.approx(factor, abs=1e-5)
+        assert lr_factor(config.trainer, before, before + 50) == pytest.approx(factor, abs=1e-5)
 
     @pytest.mark.parametrize(
         "settings", [{}, {"warmup_fraction": 0.5}, {"warmup_fraction": 1.0}, {"schedule": "constant"}]
@@ -380,7 +380,7 @@ class TestMasterWeights:
         config = small_config(
             tmp_path, "LLMPPO", model_path=half_model, dtype=dtype, max_iterations=1, epochs=2, kl_coeff=0.1
         )
-        assert config.lr_actor == 5e-6
+        assert config.optim.lr_actor == 5e-6
         run = build_run(config)
         # The critic's embedding has a gradient for tokens that occur.
         trained = [*run.models.actor_parameters(), *run.models.critic_parameters()[1:]]
@@ -430,12 +430,12 @@ class TestMasterWeights:
         """Such as a worker on Ray: the dtype of an engine comes from the checkpoint or the
         settings."""
         config = small_config(tmp_path, model_path=half_model, dtype="auto")
-        assert _worker_policy(config, load_tiny_tokenizer(), config.sampling(), None).dtype == torch.bfloat16
+        assert _worker_policy(config, load_tiny_tokenizer(), config.sampling, None).dtype == torch.bfloat16
 
     def test_a_loop_of_ones_own_is_told(self, half_model, tmp_path, caplog):
         run = build_run(small_config(tmp_path, model_path=half_model))
         parts = {name: getattr(run.trainer, name) for name in ("collector", "replay_buffer", "policy", "loss")}
         run.models.model.bfloat16()
         optimizer = torch.optim.AdamW(run.models.actor_parameters())
-        LLMTrainer(**parts, optimizer=optimizer, config=run.config, accelerator=run.trainer.accelerator)
+        LLMTrainer(**parts, optimizer=optimizer, config=run.config.trainer, accelerator=run.trainer.accelerator)
         assert "AdamW steps torch.bfloat16 weights without a float32 copy" in caplog.text

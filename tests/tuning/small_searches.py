@@ -8,8 +8,10 @@ from pathlib import Path
 
 import yaml
 
+from torchrl_llm.runs import RunSettings
 from torchrl_llm.runs.settings_file import as_yaml
 from torchrl_llm.tuning import TuningConfig
+from torchrl_llm.utils.sections import in_sections
 
 BASE = {
     "algo": "LLMREINFORCE",
@@ -35,7 +37,7 @@ SPACE = {"lr_actor": {"loguniform": [1e-5, 1e-2]}, "epochs": {"choice": [1, 2]}}
 def small_search(folder: Path, *, base=(), **changes) -> TuningConfig:
     """A search of two trials and two generations, of two iterations each."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "base.yaml").write_text(as_yaml({**BASE, **dict(base)}))
+    (folder / "base.yaml").write_text(as_yaml(in_sections(RunSettings, {**BASE, **dict(base)})))
     given = {"space": SPACE, "trials": 2, "generations": 2, "episodes": 16, "output_dir": folder / "search"}
     return TuningConfig(base=folder / "base.yaml", **{**given, **changes})
 

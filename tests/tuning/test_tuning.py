@@ -12,9 +12,9 @@ import yaml
 from small_searches import BASE, SPACE, small_search
 
 from torchrl_llm.cli import main
-from torchrl_llm.runs import ConfigError, RunConfig, build_run
-from torchrl_llm.runs.config import SamplingSettings
-from torchrl_llm.runs.settings import WeightsConfig, names_of
+from torchrl_llm.runs import ConfigError, RunSettings, build_run
+from torchrl_llm.runs.config import INITIAL_WEIGHTS, SamplingConfig
+from torchrl_llm.runs.settings import names_of
 from torchrl_llm.tuning import TuningConfig, copy_run, put_back, report_best, summary, train_generation, tune
 from torchrl_llm.tuning.results import TuningError, check_same, identity, table
 from torchrl_llm.utils.optional import MissingExtraError
@@ -43,7 +43,7 @@ class TestSpace:
             ({"step_timeout": {"choice": [1.0, 60.0]}}, "scores could not be compared"),
             *(
                 ({name: {"choice": [1, 2]}}, f"space names {name}, and evaluations sample by it too")
-                for name in names_of(SamplingSettings)
+                for name in names_of(SamplingConfig)
             ),
             ({"max_steps": {"choice": [100, 200]}}, "all get the same episodes"),
             ({"lora_r": {"choice": [4, 8]}}, "which a resumed run cannot change"),
@@ -57,9 +57,9 @@ class TestSpace:
 
     @pytest.mark.parametrize("scheduler", ["asha", "random"])
     def test_what_a_resume_cannot_change_is_for_trials_that_keep_it(self, tmp_path, scheduler):
-        assert {"lora_r", "algo"} <= {*names_of(WeightsConfig)}
+        assert {"lora_r", "algo"} <= {*INITIAL_WEIGHTS}
         tuning = small_search(tmp_path, space={"lora_r": {"choice": [4, 8]}}, scheduler=scheduler)
-        assert tuning.run_config(tmp_path, {"lora_r": 8}, 2, starts=True).lora_r == 8
+        assert tuning.run_config(tmp_path, {"lora_r": 8}, 2, starts=True).weights.lora_r == 8
 
     @pytest.mark.parametrize(
         ("base", "said"),
@@ -121,7 +121,7 @@ class TestTrial:
         # The donor continued as any run: torchrl-llm train --resume --max-iterations 2
         # --accept-changes '[max_iterations]'.
         resumed = {**BASE, **settings, "max_iterations": 2, "resume": True, "accept_changes": ["max_iterations"]}
-        run = build_run(RunConfig(**resumed, output_dir=plain, progress=False))
+        run = build_run(RunSettings.from_values(**resumed, output_dir=plain, progress=False))
         run.trainer.train()
         run.close()
         assert self.state(other) == self.state(plain)

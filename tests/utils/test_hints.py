@@ -11,7 +11,7 @@ from torch import nn
 from torchrl_llm import keys
 from torchrl_llm.envs import GEMEnv, PromptDatasetEnv
 from torchrl_llm.objectives import GroupRelative, LLMGRPOLoss, TurnGAE
-from torchrl_llm.runs import ConfigError, RunConfig, parse_run_config
+from torchrl_llm.runs import ConfigError, RunSettings, parse_settings
 from torchrl_llm.runs.settings_file import read_settings
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 from torchrl_llm.tuning import TuningConfig
@@ -19,8 +19,9 @@ from torchrl_llm.utils.arguments import ArgumentParser
 from torchrl_llm.utils.hints import nearest, system_of
 from torchrl_llm.utils.options import options_of
 from torchrl_llm.utils.other_systems import MARKS, SYSTEMS
+from torchrl_llm.utils.sections import settings_of
 
-SETTINGS = options_of(RunConfig)
+SETTINGS = settings_of(RunSettings)
 OPTIONS = {*SETTINGS, *options_of(PromptDatasetEnv), *options_of(GEMEnv)}
 
 ROOT = Path(__file__).parents[2]
@@ -97,14 +98,14 @@ class TestEveryPlace:
     @pytest.mark.parametrize(("theirs", "ours"), [*WORDS, ("learning_rate", "lr_actor"), ("LR", "lr_actor")])
     def test_settings(self, theirs, ours, tmp_path, capsys):
         hint = f" Did you mean {ours!r}?"
-        with pytest.raises(TypeError, match=re.escape(f"RunConfig has no option {theirs!r}.{hint}")):
-            RunConfig(**{theirs: 1})
+        with pytest.raises(TypeError, match=re.escape(f"RunSettings has no option {theirs!r}.{hint}")):
+            RunSettings.from_values(**{theirs: 1})
         path = tmp_path / "run.yaml"
-        path.write_text(f"algo: GRPO\nseed: 1\n{theirs}: 1\n")
-        with pytest.raises(ConfigError, match=re.escape(f"run.yaml, line 3: {theirs} is not a setting.{hint}")):
-            list(read_settings(path, SETTINGS))
+        path.write_text(f"algo: GRPO\ntrainer:\n  seed: 1\n{theirs}: 1\n")
+        with pytest.raises(ConfigError, match=re.escape(f"run.yaml, line 4: {theirs} is not a setting.{hint}")):
+            list(read_settings(path, RunSettings))
         with pytest.raises(SystemExit):
-            parse_run_config([f"--{theirs.replace('_', '-')}", "1"])
+            parse_settings([f"--{theirs.replace('_', '-')}", "1"])
         assert f"--{theirs} is not a setting. Did you mean '--{ours}'?" in capsys.readouterr().err
 
     @pytest.mark.parametrize(("theirs", "ours"), WORDS)
@@ -134,14 +135,14 @@ class TestEveryPlace:
         with pytest.raises(ConfigError, match=r"no such setting\. Did you mean 'lr_actor'\?"):
             TuningConfig(base="tiny.yaml", space={"learning_rate": {"choice": [1e-3]}})
         with pytest.raises(ConfigError, match=r"no such setting\. Did you mean 'kl_coeff'\?"):
-            RunConfig(accept_changes=["beta"], resume=True)
+            RunSettings.from_values(accept_changes=["beta"], resume=True)
 
     def test_a_rule_stands_where_one_setting_does_not(self, capsys):
         with pytest.raises(SystemExit):
-            parse_run_config(["--report-to", "wandb"])
+            parse_settings(["--report-to", "wandb"])
         assert "--report_to is not a setting. Set tensorboard, wandb or trackio to true." in capsys.readouterr().err
         with pytest.raises(TypeError, match=r"Did you mean 'batch_size'\? It counts the episodes of an iteration"):
-            RunConfig(per_device_train_batch_size=4)
+            RunSettings(per_device_train_batch_size=4)
 
     @pytest.mark.parametrize("theirs", ["scale_rewards", "report_to", "clip_coef"])
     def test_nothing_is_guessed_where_the_setting_is_not(self, theirs):
@@ -153,7 +154,7 @@ class TestEveryPlace:
     )
     def test_settings_as_others_write_them_on_a_command_line(self, word, capsys):
         with pytest.raises(SystemExit):
-            parse_run_config([word])
+            parse_settings([word])
         assert "is one argument too many. Did you mean '--group_size'?" in capsys.readouterr().err
 
     def test_commands_without_the_setting_say_nothing_of_it(self, capsys):
@@ -181,16 +182,16 @@ class TestFiles:
             "algorithm:\n  name: GRPO\nenvironment:\n  name: x\ntraining:\n  max_steps: 3\nmutation:\n  rand_seed: 1\n"
         )
         with pytest.raises(
-            ConfigError, match=r"Settings are flat: .* The file looks like one for AgileRL; docs/migrating"
+            ConfigError, match=r"algorithm is not a setting\..* The file looks like one for AgileRL; docs/migrating"
         ):
-            list(read_settings(path, SETTINGS))
+            list(read_settings(path, RunSettings))
 
     @pytest.mark.parametrize("system", FILES)
     def test_a_file_for_another_system_is_said_to_be_one(self, system, tmp_path, capsys):
         path = tmp_path / "run.yaml"
         path.write_text(FILES[system])
         with pytest.raises(SystemExit):
-            parse_run_config([f"--config={path}"])
+            parse_settings([f"--config={path}"])
         error = capsys.readouterr().err
         page = "migrating_from_agilerl" if system == "AgileRL" else "other_systems"
         assert f"The file looks like one for {system}; docs/{page}.md says what its names are here." in error
@@ -199,19 +200,28 @@ class TestFiles:
     def test_one_wrong_name_does_not_make_it_one(self, tmp_path):
         path = tmp_path / "run.yaml"
         path.write_text(
-            "algo: GRPO\nmodel_path: tiny\ngroup_size: 8\nseed: 3\nnum_generations: 8\nlearning_rate: 1e-5\n"
+            "algo: GRPO\nmodel: {model_path: tiny}\nrollouts:\n  group_size: 8\n  batch_size: 8\n  num_generations: 8\noptim: {learning_rate: 1e-5}\n"
         )
         with pytest.raises(
-            ConfigError, match=r"line 5: num_generations is not a setting\. Did you mean 'group_size'\?$"
+            ConfigError, match=r"line 6: num_generations is not a setting of rollouts\. Did you mean 'group_size'\?"
         ):
-            list(read_settings(path, SETTINGS))
+            list(read_settings(path, RunSettings))
 
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("training:\n  epochs: 2\n", "training is not a setting. Settings are flat: write those of a section without it."),
-            ("epochs: '[1'\n", "epochs is '[1'; expected an integer, at least 1."),
-            ('lr_actor: "1e-5"\n', "lr_actor is '1e-5'; expected a number, at least 0. Leave out the quotes."),
+            ("training:\n  epochs: 2\n", "training is not a setting. Did you mean 'trainer'?"),
+            ("trainer:\n  epochs: '[1'\n", "epochs is '[1'; expected an integer, at least 1."),
+            ('optim:\n  lr_actor: "1e-5"\n', "lr_actor is '1e-5'; expected a number, at least 0. Leave out the quotes."),
+            ("optim: {}\nseed: 1\n", "line 2: seed stands in the section trainer."),
+            ("seed: 1\n", "seed stands in the section trainer: torchrl-llm migrate translates a file without sections, as they were before 0.3.0."),
+            ("trainer:\n  algo: GRPO\n", "line 2: algo stands in no section."),
+            ("trainer:\n  optim: {}\n", "line 2: optim is a section of its own, and stands in no other."),
+            ("optim:\n  lr_actr: 1\n", "line 2: lr_actr is not a setting of optim. Did you mean 'lr_actor'?"),
+            ("optim:\n  batch_sise: 1\n", "batch_sise is not a setting of optim. Did you mean 'batch_size'? It stands in the section rollouts."),
+            ("xyzzy: 1\n", "The sections are model, weights, chat, env, sampling, rollouts, engine, ray, loss, optim, trainer, evaluation, output."),
+            ("env: game:x\n", "run.yaml, line 1: expected lines of the form 'field: value' below env:."),
+            ("optim:\nenv: {}\noptim: {}\n", "line 3: optim is given twice."),
             ("[run]\nalgo = 'GRPO'\n", "found '<scalar>'; expected lines of the form 'field: value'."),
             ("algo: 'grpo'\n", "algo is 'grpo'; expected one of 'LLMPPO', 'LLMREINFORCE', 'GRPO', 'SFT'."),
         ],
@@ -220,4 +230,9 @@ class TestFiles:
         path = tmp_path / "run.yaml"
         path.write_text(text)
         with pytest.raises(ConfigError, match=re.escape(message) + "$"):
-            list(read_settings(path, SETTINGS))
+            list(read_settings(path, RunSettings))
+
+    @pytest.mark.parametrize("text", ["optim:\n  # lr_actor: 1\n", "optim:\n", "optim: null\nenv: {}\n", ""])
+    def test_a_section_may_be_empty(self, text, tmp_path):
+        (tmp_path / "run.yaml").write_text(text)
+        assert list(read_settings(tmp_path / "run.yaml", RunSettings)) == []

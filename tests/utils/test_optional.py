@@ -9,13 +9,13 @@ import pytest
 
 from torchrl_llm.cli import main
 from torchrl_llm.envs import EnvironmentUnavailableError, resolve_env
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.utils.optional import MissingExtraError
 
 
 def test_rollouts_on_ray(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)  # what cannot be imported looks like this
-    config = RunConfig(model_path="tiny", collector="ray", ray_workers=1, output_dir=tmp_path / "run")
+    config = RunSettings.from_values(model_path="tiny", collector="ray", ray_workers=1, output_dir=tmp_path / "run")
     with pytest.raises(MissingExtraError, match=r"needs 'ray': pip install 'torchrl-llm\[ray\]'"):
         build_run(config)
     assert not (tmp_path / "run").exists()

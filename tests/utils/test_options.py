@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from torchrl_llm.modules import SamplingConfig
-from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs import RunSettings
 from torchrl_llm.utils.options import Checked, ConfigError, Count, options_of
 
 if TYPE_CHECKING:
@@ -39,10 +39,11 @@ def test_the_options_of_a_class_of_others_are_known_though_their_annotations_are
         Derived(width=0)
 
 
-@pytest.mark.parametrize("cls", [SamplingConfig, RunConfig])
+@pytest.mark.parametrize("cls", [SamplingConfig, RunSettings])
 def test_what_is_printed_cuts_long_values_alone(cls):
     options = {"temperature": 0.5, "max_output_tokens": 32}
-    short, long = (repr(cls(**options, stop_ids=ids)) for ids in ((1, 2), tuple(range(100_000))))
+    make = getattr(cls, "from_values", cls)
+    short, long = (repr(make(**options, stop_ids=ids)) for ids in ((1, 2), tuple(range(100_000))))
     assert short.startswith(f"{cls.__name__}(")
     assert "temperature=0.5" in short
     assert "stop_ids=(1, 2)" in short

@@ -21,7 +21,7 @@ from waiting import LIMIT, wait_until
 
 from torchrl_llm.envs import EnvironmentFault, GEMEnv
 from torchrl_llm.keys import StopReason
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.worlds import mcp as mcp_tools
@@ -321,7 +321,7 @@ class TestExample:
     def test_a_model_trains_on_it(self, example, tmp_path):
         for _, url in start_server(STORE):
             run = build_run(
-                RunConfig(
+                RunSettings.from_values(
                     model_path="tiny", algo="LLMREINFORCE", env_name="store", num_envs=2, batch_size=4, max_model_len=1024,
                     max_output_tokens=8, lora_r=0, kl_coeff=0.0, max_iterations=1, evaluation_interval=0, final_episodes=4,
                     save_checkpoints=False, output_dir=tmp_path, progress=False,

@@ -14,7 +14,7 @@ from waiting import LIMIT, wait_until
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.envs.text_env import EnvironmentUnavailableError, UnknownEnvironmentError, resolve_env
 from torchrl_llm.keys import StopReason
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.utils.options import ConfigError
 
@@ -201,7 +201,7 @@ class TestFailures:
 
 def test_a_model_trains_on_it(tmp_path, server):
     run = build_run(
-        RunConfig(
+        RunSettings.from_values(
             model_path="tiny", algo="LLMREINFORCE", env_name=f"openenv:{server[1]}", num_envs=2, batch_size=4, max_model_len=512,
             max_output_tokens=4, lora_r=0, max_iterations=1, evaluation_interval=0, final_episodes=4, save_checkpoints=False,
             output_dir=tmp_path, progress=False,

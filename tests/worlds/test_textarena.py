@@ -17,7 +17,7 @@ from torchrl_llm.cli import main
 from torchrl_llm.collectors import SelfPlayCollector, TurnCollector
 from torchrl_llm.envs import EnvironmentUnavailableError, GEMEnv, SelfPlayEnv, UnknownEnvironmentError, resolve_env
 from torchrl_llm.modules import PlayerPolicy
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 from torchrl_llm.utils.optional import MissingExtraError
@@ -215,7 +215,7 @@ class TestRefused:
 
 
 def test_training(tmp_path):
-    config = RunConfig(
+    config = RunSettings.from_values(
         model_path="tiny",
         env_name="textarena:TicTacToe-v0",
         collector="self_play",

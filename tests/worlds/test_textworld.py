@@ -16,7 +16,7 @@ from waiting import LIMIT
 
 from torchrl_llm import keys
 from torchrl_llm.envs import ChatFormatter, GEMEnv, IsolatedEnv, resolve_env
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 from torchrl_llm.worlds import textworld as family
@@ -331,7 +331,7 @@ class TestDemonstrations:
 
 
 def settings(path, **options):
-    return RunConfig(
+    return RunSettings.from_values(
         model_path="tiny",
         algo="LLMREINFORCE",
         env_name="textworld:coin_collector",

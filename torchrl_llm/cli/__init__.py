@@ -34,6 +34,7 @@ COMMANDS = {
     "report": "write the HTML report of a run",
     "compare": "compare runs: outcomes, episodes gained and lost, settings that differ",
     "export": "write a checkpoint as an adapter or a merged model, with a model card",
+    "migrate": "put a file of settings of version 0.2 into sections",
     "doctor": "say what is installed, and whether settings would run",
 }
 """Each command, and what it does."""

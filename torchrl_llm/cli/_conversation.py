@@ -45,7 +45,7 @@ class Conversation:
         formatter = self.loaded.formatter
         new = formatter.feedback(self._response, message) if self._context else formatter.start(message)
         prompt, response = [*self._context, *new], list[int]()
-        limit, room = self.loaded.config.max_model_len, self.loaded.config.max_output_tokens
+        limit, room = self.loaded.config.env.max_model_len, self.loaded.config.sampling.max_output_tokens
         if len(prompt) + room > limit:
             raise ConversationFullError(
                 f"The conversation would have {len(prompt)} tokens and a response of up to max_output_tokens={room}; "

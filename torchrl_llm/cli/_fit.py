@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,7 @@ from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules.checks import check_size
 from torchrl_llm.modules.lm import embedding_of
 from torchrl_llm.runs import build
-from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.demonstrations import check_demonstrations, check_player, find_demonstrations, read_demonstrations
 from torchrl_llm.runs.device import make_accelerator, make_numerics
 from torchrl_llm.runs.memory import (
@@ -55,7 +54,7 @@ def devices() -> Iterator[Finding]:
         yield Finding("cuda", "note", "none that PyTorch can use")
 
 
-def fit(config: RunConfig) -> Iterator[Finding]:
+def fit(config: RunSettings) -> Iterator[Finding]:
     """The checks of the settings, in the order in which a run meets them; after one that fails,
     those that need it are left out."""
     device, finding = _tried("device", lambda: _device(config), lambda found: f"{found} is used")
@@ -68,7 +67,7 @@ def fit(config: RunConfig) -> Iterator[Finding]:
     model, finding = _tried("model", lambda: _checked_model(config, tokenizer), _describe)
     yield finding
     if model is not None:
-        if config.teacher is not None:
+        if config.model.teacher is not None:
             yield _tried("teacher", lambda: check_teacher(config, tokenizer), lambda _: "has the model's tokenizer")[1]
         yield from _environment(config, tokenizer)
         yield from _memory(config, model, device)
@@ -86,17 +85,17 @@ def _tried(name: str, make: Callable[[], _T], describe: Callable[[_T], str]) -> 
     return made, Finding(name, "ok", describe(made))
 
 
-def _engine(config: RunConfig) -> Iterator[Finding]:
+def _engine(config: RunSettings) -> Iterator[Finding]:
     where = {"turn": "in this process", "async": "in this process, without a barrier", "ray": "on workers of Ray"}
-    engine = "a vLLM engine" if config.policy == "vllm" else "transformers (HFPolicy)"
-    yield Finding("engine", "ok", f"{engine} samples, {where[config.collector]}")
-    needed = {"vllm": config.policy == "vllm", "ray": config.collector == "ray"}
-    needed |= {"wandb": config.wandb, "tensorboard": config.tensorboard}
+    engine = "a vLLM engine" if config.rollouts.policy == "vllm" else "transformers (HFPolicy)"
+    yield Finding("engine", "ok", f"{engine} samples, {where[config.rollouts.collector]}")
+    needed = {"vllm": config.rollouts.policy == "vllm", "ray": config.rollouts.collector == "ray"}
+    needed |= {"wandb": config.output.wandb, "tensorboard": config.output.tensorboard}
     for package, needs in needed.items():
         if needs:
             yield check_extra(package, package)
-    if config.quantization is not None:
-        yield _package("bitsandbytes", f"quantization: {config.quantization}")
+    if config.model.quantization is not None:
+        yield _package("bitsandbytes", f"quantization: {config.model.quantization}")
     yield check_extra("report", "matplotlib", needed=False)  # for the learning curves
 
 
@@ -107,10 +106,10 @@ def _package(name: str, setting: str) -> Finding:
     return Finding(name, "ok", version(name))
 
 
-def _checked_model(config: RunConfig, tokenizer: Any) -> Any:
+def _checked_model(config: RunSettings, tokenizer: Any) -> Any:
     model = empty_model(config)
-    check_length(config, config.max_model_len)
-    check_size(tokenizer, embedding_of(model).shape[0], config.model_path)
+    check_length(config, config.env.max_model_len)
+    check_size(tokenizer, embedding_of(model).shape[0], config.model.model_path)
     return model
 
 
@@ -118,8 +117,8 @@ def _describe(model: Any) -> str:
     return f"{type(model).__name__}, {model.num_parameters() / 1e6:,.3g} million parameters, embeds every token"
 
 
-def _environment(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
-    make, finding = _tried("environment", lambda: build.stock_env(config), lambda _: str(config.env_name))
+def _environment(config: RunSettings, tokenizer: Any) -> Iterator[Finding]:
+    make, finding = _tried("environment", lambda: build.stock_env(config), lambda _: str(config.env.env_name))
     yield finding
     if make is None:
         return
@@ -138,34 +137,34 @@ def _environment(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
                 f"the chat template shows today's date: a run keeps that of its first day ({shown}, template_date)",
             )
         yield _tried("prompt", lambda: _longest_prompt(env), lambda length: _room(config, length))[1]
-        if config.demonstrations is not None:
+        if config.rollouts.demonstrations is not None:
             yield _tried("demonstrations", lambda: _demonstrations(config, env), str)[1]
     finally:
         env.close(raise_if_closed=False)
 
 
-def _demonstrations(config: RunConfig, env: GEMEnv) -> str:
+def _demonstrations(config: RunSettings, env: GEMEnv) -> str:
     check_demonstrations(config)
-    found = find_demonstrations(str(config.demonstrations))
+    found = find_demonstrations(str(config.rollouts.demonstrations))
     if isinstance(found, Path):
         sampling = build.make_sampling(config, env.formatter)
-        episodes = read_demonstrations(found, env, max_model_len=config.max_model_len, sampling=sampling)
-        return f"{len(episodes):,} episodes in {config.demonstrations}"
+        episodes = read_demonstrations(found, env, max_model_len=config.env.max_model_len, sampling=sampling)
+        return f"{len(episodes):,} episodes in {config.rollouts.demonstrations}"
     check_player(found, config, env)
-    return f"{config.demonstrations} can begin"
+    return f"{config.rollouts.demonstrations} can begin"
 
 
-def _template(config: RunConfig) -> str:
-    if config.template == "raw":
+def _template(config: RunSettings) -> str:
+    if config.chat.template == "raw":
         return "none: messages are joined as they are"
-    if config.history == "append":
+    if config.chat.history == "append":
         return "what was sampled and seen is kept (history=append)"
     return "append-only: earlier turns are rendered as they were"
 
 
-def _stops(config: RunConfig, env: GEMEnv) -> Finding:
+def _stops(config: RunSettings, env: GEMEnv) -> Finding:
     stops = build.make_sampling(config, env.formatter).stop_ids or ()
-    if not stops and config.stop_ids is None:
+    if not stops and config.sampling.stop_ids is None:
         return Finding("stop ids", "fails", "neither tokenizer nor model names one: responses would never end early")
     if not stops:
         return Finding("stop ids", "ok", "a response ends at max_output_tokens")
@@ -175,7 +174,7 @@ def _stops(config: RunConfig, env: GEMEnv) -> Finding:
     return Finding("stop ids", "ok", f"a response ends at {names}")
 
 
-def _device(config: RunConfig) -> torch.device:
+def _device(config: RunSettings) -> torch.device:
     device = make_accelerator(config).device
     make_numerics(config, device)  # which may be refused there
     return device
@@ -186,15 +185,15 @@ def _longest_prompt(env: GEMEnv) -> int:
     return max(len(env.slots.open(0, index).ids) for index in range(_TASKS))
 
 
-def _room(config: RunConfig, length: int) -> str:
-    room = config.max_model_len - length
+def _room(config: RunSettings, length: int) -> str:
+    room = config.env.max_model_len - length
     return (
-        f"the longest of {_TASKS} first prompts has {length} tokens; max_model_len={config.max_model_len} leaves {room} for "
-        f"responses (max_output_tokens={config.max_output_tokens}) and feedback"
+        f"the longest of {_TASKS} first prompts has {length} tokens; max_model_len={config.env.max_model_len} leaves {room} for "
+        f"responses (max_output_tokens={config.sampling.max_output_tokens}) and feedback"
     )
 
 
-def _memory(config: RunConfig, model: Any, device: torch.device | None) -> Iterator[Finding]:
+def _memory(config: RunSettings, model: Any, device: torch.device | None) -> Iterator[Finding]:
     # The device may have failed.
     model_there = "this model" if device is not None else "this model on a CPU"
     device = device or torch.device("cpu")
@@ -203,9 +202,9 @@ def _memory(config: RunConfig, model: Any, device: torch.device | None) -> Itera
     if tokens is None:
         yield finding
         return
-    source = f"the default for {model_there}" if config.max_tokens is None else "as given"
+    source = f"the default for {model_there}" if config.trainer.max_tokens is None else "as given"
     yield Finding("max_tokens", "ok", f"{tokens:,} of a forward and backward pass, {source}")
-    config = replace(config, max_tokens=tokens)
+    config = config.replace(max_tokens=tokens)
     parts, advice = memory_estimate(config, model, device=device), what_to_lower(config, model, there, device=device)
     for name, size in parts.items():
         yield Finding(f"memory: {name}", "ok", _size(size))
@@ -218,7 +217,7 @@ def _memory(config: RunConfig, model: Any, device: torch.device | None) -> Itera
         yield from _beside(config, share, engine_weights(config, model), kept, device)
 
 
-def _beside(config: RunConfig, share: int, weights: int, kept: int, device: torch.device) -> Iterator[Finding]:
+def _beside(config: RunSettings, share: int, weights: int, kept: int, device: torch.device) -> Iterator[Finding]:
     """Whether an engine on the trainer's GPU holds its model, and fits beside what the trainer
     keeps while it is awake."""
     total = torch.cuda.mem_get_info(device)[1]
@@ -235,10 +234,10 @@ def _beside(config: RunConfig, share: int, weights: int, kept: int, device: torc
     yield Finding("weight sync", "note" if over else "ok", awake + (": lower gpu_memory_utilization" if over else ""))
 
 
-def _tokens(config: RunConfig, model: Any, device: torch.device) -> int:
+def _tokens(config: RunSettings, model: Any, device: torch.device) -> int:
     """What a run would take; whether its memory can be estimated shows on the way."""
     memory_estimate(config, model, device=device)
-    return config.max_tokens or default_max_tokens(config, model, device=device)
+    return config.trainer.max_tokens or default_max_tokens(config, model, device=device)
 
 
 def _size(size: float) -> str:

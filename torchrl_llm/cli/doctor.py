@@ -53,7 +53,7 @@ def _checks(arguments: Namespace) -> list[Finding]:
         return [Finding("import", "fails", f"{fit}")]
     found = [*fit.devices()]
     if settings.given_settings(arguments):
-        found += fit.fit(settings.run_config_of(arguments))
+        found += fit.fit(settings.run_settings_of(arguments))
     return found
 
 

@@ -48,17 +48,21 @@ def run(arguments: Namespace) -> int:
     env = loaded.make_env()
     try:
         opponent = None
-        if loaded.config.collector == "self_play":
+        if loaded.config.rollouts.collector == "self_play":
             opponent = make_opponent(loaded.config, env.formatter, loaded.policy.sampling)
         seen = tasks_of_weights(saved.path)
         result = evaluate(env, loaded.policy, episodes, greedy=arguments.greedy, opponent=opponent, seen_tasks=seen)
     finally:
         env.close()
-    names = {"checkpoint": arguments.checkpoint, "env_name": loaded.config.env_name, "seed": loaded.config.seed}
+    names = {
+        "checkpoint": arguments.checkpoint,
+        "env_name": loaded.config.env.env_name,
+        "seed": loaded.config.trainer.seed,
+    }
     if arguments.json:
         say(json.dumps({**names, "greedy": arguments.greedy, **result.statistics()}, indent=2))
         return 0
-    say(f"{arguments.checkpoint} on {loaded.config.env_name}, seed {loaded.config.seed}\n")
+    say(f"{arguments.checkpoint} on {loaded.config.env.env_name}, seed {loaded.config.trainer.seed}\n")
     say(comparison_table({"greedy" if arguments.greedy else "sampled": result}))
     for name, value in result.environments.items():
         say(f"{name}: {value:.3f}")

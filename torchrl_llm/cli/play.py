@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torchrl_llm.cli._conversation import Conversation, ConversationFullError, text_of
@@ -24,7 +23,7 @@ from torchrl_llm.cli._terminal import Terminal
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.keys import StopReason
 from torchrl_llm.modules.engine import TurnRequest
-from torchrl_llm.runs.config import SamplingSettings
+from torchrl_llm.modules.sampling import SamplingConfig
 from torchrl_llm.runs.flags import given_settings
 from torchrl_llm.runs.saved import LoadedModel, SavedModel, environment_of, find_saved_model
 from torchrl_llm.runs.settings import names_of
@@ -36,7 +35,7 @@ Answer = Callable[[GEMEnv], "list[int] | None"]
 """The ids of the next response in slot 0; ``None``: there is none."""
 
 _LOADING = {"dtype", "device", "attn_implementation", "quantization"}
-_OF_MODEL = {"greedy", *names_of(SamplingSettings), *_LOADING} - {"max_output_tokens"}
+_OF_MODEL = {"greedy", *names_of(SamplingConfig), *_LOADING} - {"max_output_tokens"}
 """What does nothing where no model answers. ``max_output_tokens`` says which prompts leave room."""
 
 
@@ -66,8 +65,8 @@ def run(arguments: Namespace) -> int:
     answer: Answer
     if arguments.role == "player":
         config = saved.config(**given_settings(arguments), num_envs=1)
-        if config.template == "chat":  # nobody types thoughts
-            config = replace(config, missing_thinking="empty")
+        if config.chat.template == "chat":  # nobody types thoughts
+            config = config.replace(missing_thinking="empty")
         env, answer = environment_of(config), _typed(terminal)
     else:
         loaded = load(arguments, saved, num_envs=1)

@@ -19,7 +19,7 @@ from functools import partial
 from transformers.utils.logging import disable_progress_bar
 
 from torchrl_llm.report.run_report import run_and_report
-from torchrl_llm.runs.flags import USAGE, add_settings, run_config_of
+from torchrl_llm.runs.flags import USAGE, add_settings, run_settings_of
 from torchrl_llm.runs.run import build_run
 from torchrl_llm.runs.schema import settings_schema
 from torchrl_llm.utils.arguments import ArgumentParser
@@ -46,9 +46,9 @@ def run(arguments: Namespace) -> int:
 
 def train(arguments: Namespace) -> int:
     """Train with the settings of parsed arguments."""
-    config = run_config_of(arguments)
+    config = run_settings_of(arguments)
     disable_progress_bar()  # transformers' own, for loading and saving: they break ours
     tell = partial(say, stderr=bool(arguments.json))
     if run_and_report(config, partial(build_run, config), say=tell) and arguments.json:
-        say((config.output_dir / "result.json").read_text(), end="")
+        say((config.output.output_dir / "result.json").read_text(), end="")
     return 0

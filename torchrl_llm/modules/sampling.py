@@ -77,6 +77,8 @@ class SamplingConfig(Checked):
     __repr__ = brief_repr
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop_ids, list):  # of YAML and JSON
+            object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
         if self.min_output_tokens > self.max_output_tokens:
             raise ConfigError(
                 f"min_output_tokens is {self.min_output_tokens}; expected at most max_output_tokens={self.max_output_tokens}."

@@ -17,7 +17,7 @@ from typing import Any
 
 from torchrl_llm.metrics.paired import OTHER_GAMES, PairedComparison, paired_comparison
 from torchrl_llm.report.page import EPISODES, NAME, write_report
-from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.flags import resume_command
 from torchrl_llm.runs.outputs import (
     comparison_table,
@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 
 def run_and_report(
-    config: RunConfig, build: Callable[[], Run], *, say: Callable[[str], None] = terminal.say
+    config: RunSettings, build: Callable[[], Run], *, say: Callable[[str], None] = terminal.say
 ) -> dict[str, Any]:
-    """Build a run, evaluate, train, evaluate, and write the report to ``config.output_dir``.
+    """Build a run, evaluate, train, evaluate, and write the report to ``config.output.output_dir``.
 
     Ctrl-C and SIGTERM end the run in good order: it is saved, the report says how far it came, and
     a line how to go on.
@@ -95,8 +95,8 @@ def evaluate_before(run: Run) -> Evaluation | None:
     checkpoint of another folder has no such evaluation: ``None``.
     """
     run.begin()
-    path = run.config.output_dir / "evaluation_before.json"
-    if run.config.resume and path.exists():
+    path = run.config.output.output_dir / "evaluation_before.json"
+    if run.config.output.resume and path.exists():
         return _read_evaluation(path)
     if run.trainer.iteration:
         return None
@@ -143,7 +143,7 @@ class RunReport:
         content of ``result.json``."""
         if not run.trainer.distributed.is_main:
             return {}
-        out, title = run.config.output_dir, f"{run.config.algo} on {run.config.env_name}"
+        out, title = run.config.output.output_dir, f"{run.config.algo} on {run.config.env.env_name}"
         paired = self._paired()
         result = {**self._result(run, stop_reason), "paired": paired and asdict(paired)}
         write_json(result, out / "result.json")
@@ -153,7 +153,7 @@ class RunReport:
         else:
             _record(run, self.after, "after")
             write_json(self.after.statistics(), out / "evaluation_after.json")
-            if run.config.export_merged:
+            if run.config.output.export_merged:
                 _export_merged(run, out / "merged")
         both = {"before": self.before, "after": self.after}
         evaluations = {when: each for when, each in both.items() if each is not None}
@@ -188,7 +188,7 @@ class RunReport:
         before, after, (wall, cpu) = self.before, self.after, self.started
         names = ("success", "reward", "turns", "penalized")
         return {
-            **{name: getattr(run.config, name) for name in ("algo", "seed", "env_name")},
+            **{name: run.config.values()[name] for name in ("algo", "seed", "env_name")},
             **{f"{name}_before": before and getattr(before, name) for name in names},
             **{f"{name}_after": after and getattr(after, name) for name in names},
             "success_before_ci95": before and before.success_ci95,

@@ -1,30 +1,58 @@
 """A run: settings become a trainer with a folder, checkpoints, trackers and recorded episodes
 (:func:`build_run`)."""
 
+from torchrl_llm.modules import SamplingConfig
 from torchrl_llm.runs.build import make_objective
 from torchrl_llm.runs.checkpoint import CheckpointStore
 from torchrl_llm.runs.checkpoint_files import verify
-from torchrl_llm.runs.config import RunConfig
-from torchrl_llm.runs.flags import parse_run_config, resume_command
+from torchrl_llm.runs.config import RunSettings
+from torchrl_llm.runs.flags import parse_settings, resume_command
+from torchrl_llm.runs.loss_settings import LossSettings
 from torchrl_llm.runs.opponents import Match, play_match
 from torchrl_llm.runs.recorder import RolloutRecorder
 from torchrl_llm.runs.run import Run, build_run
+from torchrl_llm.runs.settings import (
+    ChatSettings,
+    EngineSettings,
+    EnvSettings,
+    EvaluationSettings,
+    ModelSettings,
+    OptimSettings,
+    OutputSettings,
+    RaySettings,
+    RolloutSettings,
+    WeightsSettings,
+)
+from torchrl_llm.trainers import TrainerConfig
 from torchrl_llm.utils.interrupts import Interrupted, catch_signals, interruptible
 from torchrl_llm.utils.options import ConfigError
 
 __all__ = [
+    "ChatSettings",
     "CheckpointStore",
     "ConfigError",
+    "EngineSettings",
+    "EnvSettings",
+    "EvaluationSettings",
     "Interrupted",
+    "LossSettings",
     "Match",
+    "ModelSettings",
+    "OptimSettings",
+    "OutputSettings",
+    "RaySettings",
     "RolloutRecorder",
+    "RolloutSettings",
     "Run",
-    "RunConfig",
+    "RunSettings",
+    "SamplingConfig",
+    "TrainerConfig",
+    "WeightsSettings",
     "build_run",
     "catch_signals",
     "interruptible",
     "make_objective",
-    "parse_run_config",
+    "parse_settings",
     "play_match",
     "resume_command",
     "verify",

@@ -23,7 +23,7 @@ from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.objectives import TurnLoss
 from torchrl_llm.runs import build, table
 from torchrl_llm.runs.checkpoint import CheckpointStore
-from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.demonstrations import check_demonstrations
 from torchrl_llm.runs.device import make_accelerator, make_numerics
 from torchrl_llm.runs.effective_settings import python_settings
@@ -50,7 +50,7 @@ from torchrl_llm.utils.optional import running_ray
 from torchrl_llm.utils.options import ConfigError
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
-MakeLoss = Callable[[RunConfig, ActorCritic], TurnLoss]
+MakeLoss = Callable[[RunSettings, ActorCritic], TurnLoss]
 """Makes a run's loss: ``make_loss(config, models)``, see :func:`~torchrl_llm.runs.build_run`."""
 
 
@@ -64,16 +64,16 @@ class Given(NamedTuple):
     callbacks: tuple[Callback, ...]
     components: Mapping[str, Any] | None
 
-    def check(self, config: RunConfig) -> None:
+    def check(self, config: RunSettings) -> None:
         """Refuse what leaves another argument or a setting without effect."""
         build.check_environment(config, self.env, self.make_env)
-        if config.env_weights is not None and self.make_env is not None:
+        if config.env.env_weights is not None and self.make_env is not None:
             raise ConfigError(
-                f"env_weights={config.env_weights} does nothing with build_run(make_env=...), which decides on the environments: "
+                f"env_weights={config.env.env_weights} does nothing with build_run(make_env=...), which decides on the environments: "
                 "leave it out, or give make_env the weights."
             )
         check_demonstrations(config)
-        if config.collector == "ray":
+        if config.rollouts.collector == "ray":
             running_ray()  # before the models are loaded
 
     def names(self) -> dict[str, str]:
@@ -104,7 +104,7 @@ class Place(NamedTuple):
         return None if self.start is None else self.start.manifest["metadata"]["config"]
 
 
-def find_place(config: RunConfig, given: Given, opened: ExitStack) -> Place:
+def find_place(config: RunSettings, given: Given, opened: ExitStack) -> Place:
     """Processes and folder, checked before anything is loaded; nothing is changed on disk."""
     accelerator = make_accelerator(config)
     numerics = make_numerics(config, accelerator.device)
@@ -116,10 +116,10 @@ def find_place(config: RunConfig, given: Given, opened: ExitStack) -> Place:
     return Place(accelerator, distributed, numerics, folder, start)
 
 
-def settle(config: RunConfig, place: Place, tokenizer: Any) -> RunConfig:
+def settle(config: RunSettings, place: Place, tokenizer: Any) -> RunSettings:
     """The settings with numbers and dates in place of ``None``: the checkpoint's, or the
     defaults of this run."""
-    check_length(config, config.max_model_len)
+    check_length(config, config.env.max_model_len)
     check_teacher(config, tokenizer)
     config = with_num_envs(config, place.saved, place.distributed)
     config = with_max_tokens(config, place.saved, place.accelerator.device, place.distributed)
@@ -140,22 +140,26 @@ class Environments(NamedTuple):
     make_train: Callable[[], GEMEnv]
     train: GEMEnv
     evaluation: GEMEnv
-    config: RunConfig
+    config: RunSettings
 
 
-def make_environments(config: RunConfig, place: Place, tokenizer: Any, given: Given, opened: ExitStack) -> Environments:
+def make_environments(
+    config: RunSettings, place: Place, tokenizer: Any, given: Given, opened: ExitStack
+) -> Environments:
     """The environments of training and evaluation; each rank has its share of the tasks."""
     ranks = place.distributed
     shard = {"worker": ranks.rank, "num_workers": ranks.world_size} if ranks.world_size > 1 else {}
     source = given.make_env or build.stock_env(config, given.env)
     make = partial(build.make_environment, config, tokenizer, source, **shard)
-    make_train = partial(make, stream="train", group_size=config.group_size // (1 + config.tree_branches))
+    make_train = partial(
+        make, stream="train", group_size=config.rollouts.group_size // (1 + config.rollouts.tree_branches)
+    )
     train = make_train()
     opened.callback(train.close, raise_if_closed=False)
     config = with_granularity(config, place.saved, train)
     evaluation = make(stream="eval")
     opened.callback(evaluation.close, raise_if_closed=False)
-    chosen = [name for name in ("adaptive_mixture", "env_weights") if getattr(config, name)]
+    chosen = [name for name in ("adaptive_mixture", "env_weights") if getattr(config.env, name)]
     if chosen and train.task_sampler.mixture_size < 2:
         raise ConfigError(
             f"{' and '.join(chosen)} chooses among environments, and {train.names[0]!r} is the only one: leave it out, or give "
@@ -174,7 +178,7 @@ class Networks(NamedTuple):
 
 
 def load_networks(
-    config: RunConfig, place: Place, tokenizer: Any, environments: Environments, opened: ExitStack
+    config: RunSettings, place: Place, tokenizer: Any, environments: Environments, opened: ExitStack
 ) -> Networks:
     """The engine, and after it the models: vLLM measures on an empty GPU what it needs."""
     sampling = build.make_sampling(config, environments.train.formatter)
@@ -187,7 +191,7 @@ def load_networks(
 
 
 def make_loss_and_reference(
-    config: RunConfig, networks: Networks, environments: Environments, given: Given
+    config: RunSettings, networks: Networks, environments: Environments, given: Given
 ) -> tuple[TurnLoss, Any]:
     """The loss, and the model or teacher that its KL is to (``None``: there is none); before
     workers are started."""
@@ -195,14 +199,14 @@ def make_loss_and_reference(
     if not isinstance(loss, TurnLoss):
         raise ConfigError(f"make_loss(config, models) returned a {type(loss).__name__}; expected a TurnLoss.")
     credit = type(loss.value_estimator)
-    if config.estimator is not None and credit is not config.value_estimator():
+    if config.loss.estimator is not None and credit is not config.value_estimator():
         raise ConfigError(
-            f"estimator={config.estimator!r}, but the loss that make_loss(config, models) returned has a {credit.__name__}: give it "
+            f"estimator={config.loss.estimator!r}, but the loss that make_loss(config, models) returned has a {credit.__name__}: give it "
             "the estimator of config.loss_options(), or leave the setting out (and branches, which are TurnVine's)."
         )
     for problem in missing_extras(loss.value_estimator, environments.train.extras):
         raise ConfigError(problem)
-    if config.teacher is not None:
+    if config.model.teacher is not None:
         return loss, load_teacher(config, networks.sampling)
     wanted = loss.tensor_keys.ref_log_prob in {*loss.in_keys, *loss.value_estimator.in_keys}
     if wanted and networks.models.reference is None:
@@ -238,7 +242,7 @@ class Rollouts(NamedTuple):
 
 
 def make_rollouts(
-    config: RunConfig,
+    config: RunSettings,
     place: Place,
     tokenizer: Any,
     environments: Environments,
@@ -253,7 +257,7 @@ def make_rollouts(
     if weight_sync is not None:
         opened.callback(weight_sync.close)
     opponent = None
-    if config.collector == "self_play":
+    if config.rollouts.collector == "self_play":
         opponent = make_opponent(config, environments.train.formatter, sampling, models)
     buffer = build.make_replay_buffer(config)
     workers = {}
@@ -264,7 +268,7 @@ def make_rollouts(
     )
     # Before engine and environments are closed: its threads use them.
     opened.callback(collector.shutdown)
-    seen = SeenTasks() if config.init_from is None else tasks_of_weights(config.init_from)
+    seen = SeenTasks() if config.weights.init_from is None else tasks_of_weights(config.weights.init_from)
     evaluator = build.make_evaluator(config, policy, environments.evaluation, place.distributed, seen, opponent)
     return Rollouts(policy, weight_sync, opponent, buffer, collector, seen, evaluator)
 
@@ -280,7 +284,7 @@ class Watchers(NamedTuple):
 
 
 def make_watchers(
-    config: RunConfig,
+    config: RunSettings,
     place: Place,
     tokenizer: Any,
     networks: Networks,
@@ -296,7 +300,7 @@ def make_watchers(
         models=networks.models,
         tokenizer=tokenizer,
         config=config.as_json(),
-        keep_last=config.keep_checkpoints,
+        keep_last=config.output.keep_checkpoints,
         on_save=place.folder.settle,
         python_parts=given.names(),
         components=given.components,
@@ -308,31 +312,34 @@ def make_watchers(
     # that can be saved.
     callbacks: list[Callback] = [loss_state, open_folder]
     if place.distributed.is_main:
-        callbacks += [MetricsTable(config.output_dir / table.FILE), HealthWatch(teacher=config.teacher is not None)]
+        callbacks += [
+            MetricsTable(config.output.output_dir / table.FILE),
+            HealthWatch(teacher=config.model.teacher is not None),
+        ]
     recorder = _make_recorder(config, tokenizer)
     callbacks += [] if recorder is None else [recorder]
-    if config.refresh_reference:
-        callbacks.append(RefreshReference(networks.models, config.refresh_reference))
-    if config.progress is not False and place.distributed.is_main:
-        callbacks.append(ProgressBar(config.algo, watched_only=config.progress is None))
+    if config.model.refresh_reference:
+        callbacks.append(RefreshReference(networks.models, config.model.refresh_reference))
+    if config.output.progress is not False and place.distributed.is_main:
+        callbacks.append(ProgressBar(config.algo, watched_only=config.output.progress is None))
     return Watchers(checkpoints, open_folder, recorder, [*callbacks, *given.callbacks])
 
 
-def _make_recorder(config: RunConfig, tokenizer: Any) -> RolloutRecorder | None:
-    if not config.record_interval:
+def _make_recorder(config: RunSettings, tokenizer: Any) -> RolloutRecorder | None:
+    if not config.output.record_interval:
         return None
     return RolloutRecorder(
-        config.output_dir / FOLDER,
+        config.output.output_dir / FOLDER,
         tokenizer,
-        interval=config.record_interval,
-        tasks=config.record_tasks,
-        max_bytes=int(config.record_megabytes * 10**6),
-        log_episodes=config.log_episodes,
+        interval=config.output.record_interval,
+        tasks=config.output.record_tasks,
+        max_bytes=int(config.output.record_megabytes * 10**6),
+        log_episodes=config.output.log_episodes,
     )
 
 
 def continue_run(
-    config: RunConfig, place: Place, trainer: LLMTrainer, rollouts: Rollouts, checkpoints: CheckpointStore
+    config: RunSettings, place: Place, trainer: LLMTrainer, rollouts: Rollouts, checkpoints: CheckpointStore
 ) -> None:
     """Give the trainer the state of the checkpoint that the run continues, if any, and the policy
     the weights."""
@@ -340,7 +347,7 @@ def continue_run(
         checkpoints.resume(trainer, place.start.path, place.start.manifest)
         accept_changes(config, trainer, place.start.manifest["metadata"]["config"])
         rollouts.policy.drop_cache()
-        if config.accept_changes:
+        if config.output.accept_changes:
             trainer.reconsider()
     if rollouts.weight_sync is not None:
         # The engine has the weights of model_path so far. This is not an update: the version stays.

@@ -38,7 +38,7 @@ from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.vllm.weights import TRANSFERS
 from torchrl_llm.modules.weights import holds_adapter
 from torchrl_llm.objectives import TurnLoss
-from torchrl_llm.runs.config import ConfigError, RunConfig
+from torchrl_llm.runs.config import ConfigError, RunSettings
 from torchrl_llm.runs.demonstrations import check_player, find_demonstrations, read_demonstrations
 from torchrl_llm.runs.engines import make_engine, serves_adapter
 from torchrl_llm.runs.settings import FORMATTER
@@ -65,7 +65,7 @@ _ENVIRONMENT = (
 """Settings of every environment of a run."""
 
 
-def given_options(config: RunConfig, *names: str, **renamed: str) -> dict[str, Any]:
+def given_options(config: RunSettings, *names: str, **renamed: str) -> dict[str, Any]:
     """The settings that are not ``None``, as keyword arguments of a part, whose own defaults hold
     for the rest.
 
@@ -74,61 +74,62 @@ def given_options(config: RunConfig, *names: str, **renamed: str) -> dict[str, A
         renamed: the part's name for a setting, and the setting.
     """
     settings = {name: name for name in names} | renamed
-    values = {option: getattr(config, name) for option, name in settings.items()}
+    given = config.values()
+    values = {option: given[name] for option, name in settings.items()}
     return {option: value for option, value in values.items() if value is not None}
 
 
-def check_sharding(config: RunConfig, distributed: Distributed) -> None:
+def check_sharding(config: RunSettings, distributed: Distributed) -> None:
     """Refuse settings that do not work with sharded weights (FSDP2)."""
     instead = {
-        "weight_sync": (config.weight_sync in TRANSFERS, "another, or DDP"),
-        "quantization": (config.quantization is not None, "None, or DDP"),
-        "compile": (config.compile, "false, or DDP"),
-        "compile_decode": (config.compile_decode, "false, or DDP"),
-        "base_products": (config.base_products is not None, "None, or DDP"),
-        "offload_base": (config.offload_base, "false, or DDP"),
-        "export_merged": (config.export_merged, "false, and to merge the checkpoint's adapter in one process"),
-        "collector": (config.collector == "self_play", "another, or DDP"),
+        "weight_sync": (config.engine.weight_sync in TRANSFERS, "another, or DDP"),
+        "quantization": (config.model.quantization is not None, "None, or DDP"),
+        "compile": (config.model.compile, "false, or DDP"),
+        "compile_decode": (config.model.compile_decode, "false, or DDP"),
+        "base_products": (config.model.base_products is not None, "None, or DDP"),
+        "offload_base": (config.engine.offload_base, "false, or DDP"),
+        "export_merged": (config.output.export_merged, "false, and to merge the checkpoint's adapter in one process"),
+        "collector": (config.rollouts.collector == "self_play", "another, or DDP"),
     }
     for name, (refused, expected) in instead.items():
         if distributed.sharded and refused:
             raise ConfigError(
-                f"{name} is {getattr(config, name)!r}, but the weights are sharded over {distributed.world_size} processes (FSDP2): "
+                f"{name} is {config.values()[name]!r}, but the weights are sharded over {distributed.world_size} processes (FSDP2): "
                 f"expected {expected}."
             )
 
 
-def make_offload(config: RunConfig, models: ActorCritic) -> Callable[[], AbstractContextManager[None]]:
+def make_offload(config: RunSettings, models: ActorCritic) -> Callable[[], AbstractContextManager[None]]:
     """The context of the trainer while an engine with weights of its own samples."""
-    return models.offload_base if config.offload_base else nullcontext
+    return models.offload_base if config.engine.offload_base else nullcontext
 
 
-def make_sampling(config: RunConfig, formatter: ChatFormatter) -> SamplingConfig:
+def make_sampling(config: RunSettings, formatter: ChatFormatter) -> SamplingConfig:
     """The sampling settings, with the ids that end a response: those given, or
     :func:`torchrl_llm.stops.response_end_ids`."""
-    if config.stop_ids is not None:
-        return config.sampling()
+    if config.sampling.stop_ids is not None:
+        return config.sampling
     path = model_path(config)
     try:
         named = GenerationConfig.from_pretrained(path)
     except OSError:  # the model comes without one; transformers reads its configuration then
-        named = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        named = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     # The formatter's kwargs may change how a turn ends, and the template may need them.
     kwargs = formatter.chat_template_kwargs
     ids = response_end_ids(formatter.tokenizer, named.eos_token_id, chat_template_kwargs=kwargs)
-    return replace(config.sampling(), stop_ids=tuple(sorted({*formatter.end_of_turn_ids, *ids})))
+    return replace(config.sampling, stop_ids=tuple(sorted({*formatter.end_of_turn_ids, *ids})))
 
 
-def make_lora(config: RunConfig) -> LoraConfig | None:
+def make_lora(config: RunSettings) -> LoraConfig | None:
     """The settings of the adapters; ``None``: all weights train."""
-    rank = config.lora_r
+    rank = config.weights.lora_r
     if not rank:
         return None
-    alpha, targets = config.lora_alpha or 2 * rank, config.lora_targets
+    alpha, targets = config.weights.lora_alpha or 2 * rank, config.weights.lora_targets
     return LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
 
 
-def has_own_reference(config: RunConfig, start: Path | None = None) -> bool:
+def has_own_reference(config: RunSettings, start: Path | None = None) -> bool:
     """Whether the reference is an adapter: with LoRA the frozen base model serves, unless the
     reference is to change.
 
@@ -137,41 +138,41 @@ def has_own_reference(config: RunConfig, start: Path | None = None) -> bool:
             starts.
     """
     changed = start is not None and holds_adapter(start / "reference")
-    return bool(config.lora_r and (config.init_reference or config.refresh_reference or changed))
+    return bool(config.weights.lora_r and (config.weights.init_reference or config.model.refresh_reference or changed))
 
 
 def load_models(
-    config: RunConfig, tokenizer: Any, sampling: SamplingConfig, *, device: Any, start: Path | None = None
+    config: RunSettings, tokenizer: Any, sampling: SamplingConfig, *, device: Any, start: Path | None = None
 ) -> ActorCritic:
     """Actor, critic and reference of ``config`` on one base model; of a run that continues the
     checkpoint ``start``, if any."""
-    reference: Any = config.has_reference and config.teacher is None
+    reference: Any = config.has_reference and config.model.teacher is None
     if reference and has_own_reference(config, start):
         reference = "adapter"
     models = load_actor_critic(
         model_path(config),
         tokenizer=tokenizer,
         lora=make_lora(config),
-        critic=config.algo == "LLMPPO" and ("shared" if config.critic_trunk == "shared" else True),
+        critic=config.algo == "LLMPPO" and ("shared" if config.weights.critic_trunk == "shared" else True),
         reference=reference,
         sampling=sampling,
         entropy=True,
         device=device,
         **given_options(config, *MODEL, "gradient_checkpointing", "compile", "share_prefixes", "chunk_logits", "seed"),
-        base_products=config.base_products,
+        base_products=config.model.base_products,
     )
-    if config.init_from is not None:
+    if config.weights.init_from is not None:
         models.load_pretrained(
-            config.init_from,
-            overwrite_reference_adapter=config.init_reference,
-            overwrite_critic_adapter=config.init_critic,
-            merge_lora_configs=config.merge_lora_configs,
+            config.weights.init_from,
+            overwrite_reference_adapter=config.weights.init_reference,
+            overwrite_critic_adapter=config.weights.init_critic,
+            merge_lora_configs=config.weights.merge_lora_configs,
         )
     return models
 
 
 def make_policy(
-    config: RunConfig, tokenizer: Any, sampling: SamplingConfig, models: ActorCritic, engine: VLLMPolicy | None
+    config: RunSettings, tokenizer: Any, sampling: SamplingConfig, models: ActorCritic, engine: VLLMPolicy | None
 ) -> tuple[TurnPolicy, EngineWeightSync | RayWeightSync | None]:
     """The policy of this process, and the weight sync of engines that hold weights of their own.
 
@@ -184,19 +185,22 @@ def make_policy(
     """
     if engine is not None:
         # Level 1: level 2 drops the base weights, which a sync of the adapter does not bring back.
-        sync_options: Any = {"method": config.weight_sync or "auto", "sleep_level": 1 if config.sleep_mode else 0}
+        sync_options: Any = {
+            "method": config.engine.weight_sync or "auto",
+            "sleep_level": 1 if config.engine.sleep_mode else 0,
+        }
         return engine, EngineWeightSync(models.model, models.adapter, policy=engine, **sync_options)
     policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, **given_options(config, *_SAMPLER))
-    if config.collector != "ray":
+    if config.rollouts.collector != "ray":
         return policy, None
-    merged = True if config.policy == "vllm" and not serves_adapter(config) else None
+    merged = True if config.rollouts.policy == "vllm" and not serves_adapter(config) else None
     # An engine needs room for one token after a prompt.
-    length = min(_PARITY_LENGTH, config.max_model_len - 1)
+    length = min(_PARITY_LENGTH, config.env.max_model_len - 1)
     return policy, RayWeightSync(models.model, models.adapter, policy=policy, merged=merged, parity_length=length)
 
 
 def worker_options(
-    config: RunConfig, make_env: Callable[[], GEMEnv], tokenizer: Any, sync: RayWeightSync
+    config: RunSettings, make_env: Callable[[], GEMEnv], tokenizer: Any, sync: RayWeightSync
 ) -> dict[str, Any]:
     """What :class:`~torchrl_llm.collectors.RayTurnCollector` needs for its workers, which ``sync``
     sends the weights to."""
@@ -206,13 +210,15 @@ def worker_options(
     return {
         "make_env": make_env,
         "make_policy": partial(_worker_policy, config, tokenizer, sync.policy.sampling, sync.lora),
-        "num_workers": config.ray_workers or 2,
+        "num_workers": config.ray.ray_workers or 2,
         "worker_options": resources,
         "weight_sync_schemes": {"policy": sync},
     }
 
 
-def _worker_policy(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, lora: LoraConfig | None) -> TurnPolicy:
+def _worker_policy(
+    config: RunSettings, tokenizer: Any, sampling: SamplingConfig, lora: LoraConfig | None
+) -> TurnPolicy:
     """The policy of a worker; its weights come with its first task.
 
     Args:
@@ -220,17 +226,17 @@ def _worker_policy(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, 
     """
     # Ray shows what workers print: each would draw its bar into the output of the run.
     disable_progress_bar()
-    if config.policy == "vllm":
+    if config.rollouts.policy == "vllm":
         return make_engine(config, tokenizer, sampling, device=None)
     models = load_actor_critic(
         model_path(config),
         tokenizer=tokenizer,
         lora=lora,
-        base_products=None if lora is None else config.base_products,
+        base_products=None if lora is None else config.model.base_products,
         sampling=sampling,
         # A worker only samples; float32 weights are for training.
         master_weights=False,
-        device="cuda" if config.ray_worker_gpus else "cpu",
+        device="cuda" if config.ray.ray_worker_gpus else "cpu",
         **given_options(config, *MODEL),
     )
     # One seed for all: noise goes by episode and turn too, so it does not matter which worker
@@ -239,7 +245,7 @@ def _worker_policy(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, 
 
 
 def make_collector(
-    config: RunConfig,
+    config: RunSettings,
     env: GEMEnv,
     policy: TurnPolicy,
     replay_buffer: ReplayBuffer,
@@ -247,20 +253,20 @@ def make_collector(
     estimator: Any,
     **workers: Any,
 ) -> EpisodeCollector:
-    """The collector, which fills the replay buffer with this rank's share of ``config.batch_size``
-    episodes an iteration.
+    """The collector, which fills the replay buffer with this rank's share of
+    ``config.rollouts.batch_size`` episodes an iteration.
 
     Args:
         estimator: of the loss, whose discount the continuations of ``branches`` have.
         workers: :func:`worker_options`, with ``collector="ray"``.
     """
     options = {"batch_size": _batch_share(config, distributed.world_size), "replay_buffer": replay_buffer, **workers}
-    shown = None if config.demonstrations is None else find_demonstrations(config.demonstrations)
+    shown = None if config.rollouts.demonstrations is None else find_demonstrations(config.rollouts.demonstrations)
     if isinstance(shown, Path):
-        episodes = read_demonstrations(shown, env, max_model_len=config.max_model_len, sampling=policy.sampling)
-        return RecordedCollector(env, policy, episodes, seed=config.seed, **options)
+        episodes = read_demonstrations(shown, env, max_model_len=config.env.max_model_len, sampling=policy.sampling)
+        return RecordedCollector(env, policy, episodes, seed=config.trainer.seed, **options)
     if shown is not None:
-        if config.collector != "self_play":  # where it may be another player's turn
+        if config.rollouts.collector != "self_play":  # where it may be another player's turn
             check_player(shown, config, env)
         policy = PlayerPolicy(
             shown,
@@ -270,56 +276,64 @@ def make_collector(
             **given_options(config, "max_output_tokens", "min_output_tokens", "seed"),
         )
     options |= given_options(config, "max_faults")
-    if config.adaptive_mixture:
+    if config.env.adaptive_mixture:
         options["post_collect_hook"] = partial(adapt_mixture, env, gather=distributed.all_gather)
-    if config.collector == "turn":
+    if config.rollouts.collector == "turn":
         return TurnCollector(env, policy, **_continuations(config, estimator), **options)
-    if config.collector == "self_play":
+    if config.rollouts.collector == "self_play":
         return SelfPlayCollector(env, policy, **options)
     options |= given_options(config, "max_staleness", "step_timeout", num_threads="env_threads")
-    if config.collector == "async":
+    if config.rollouts.collector == "async":
         return AsyncTurnCollector(env, policy, **options)
     return RayTurnCollector(env, policy, **options)
 
 
-def _continuations(config: RunConfig, estimator: Any) -> dict[str, Any]:
-    if config.tree_branches:
-        return {"trees": Trees(branches=config.tree_branches, depth=config.tree_depth)}
-    if not config.branches:
+def _continuations(config: RunSettings, estimator: Any) -> dict[str, Any]:
+    if config.rollouts.tree_branches:
+        return {"trees": Trees(branches=config.rollouts.tree_branches, depth=config.rollouts.tree_depth)}
+    if not config.rollouts.branches:
         return {}
-    return {"branches": Branches(count=config.branches, share=config.branch_share, gamma=estimator.gamma)}
+    return {
+        "branches": Branches(count=config.rollouts.branches, share=config.rollouts.branch_share, gamma=estimator.gamma)
+    }
 
 
-def make_objective(config: RunConfig, models: ActorCritic) -> TurnLoss:
+def make_objective(config: RunSettings, models: ActorCritic) -> TurnLoss:
     """The loss of ``config.algo`` with its value estimator; fields that are None keep the class's
     default."""
     return config.make_loss(models.actor, models.critic, models.joint)
 
 
-def make_optimizer(config: RunConfig, models: ActorCritic) -> torch.optim.Optimizer:
+def make_optimizer(config: RunSettings, models: ActorCritic) -> torch.optim.Optimizer:
     """AdamW with one parameter group for the actor and, if there is one, a second for the
     critic."""
-    groups: list[dict[str, Any]] = [{"params": list(models.actor_parameters()), "lr": config.lr_actor}]
+    groups: list[dict[str, Any]] = [{"params": list(models.actor_parameters()), "lr": config.optim.lr_actor}]
     if models.critic is not None:
-        lr = config.lr_actor if config.lr_critic is None else config.lr_critic
+        lr = config.optim.lr_actor if config.optim.lr_critic is None else config.optim.lr_critic
         groups.append({"params": list(models.critic_parameters()), "lr": lr})
     return torch.optim.AdamW(groups, **adamw_options(config))
 
 
-def adamw_options(config: RunConfig) -> dict[str, Any]:
+def adamw_options(config: RunSettings) -> dict[str, Any]:
     """The options of AdamW that all parameter groups share."""
-    return {"weight_decay": config.weight_decay, "betas": (0.9, config.adam_beta2)}
+    return {"weight_decay": config.optim.weight_decay, "betas": (0.9, config.optim.adam_beta2)}
 
 
-def make_replay_buffer(config: RunConfig) -> ReplayBuffer:
+def make_replay_buffer(config: RunSettings) -> ReplayBuffer:
     """A buffer of one batch of rows. Batches differ in their longest row, hence no storage of fixed
     shape."""
-    storage = LazyStackStorage(config.batch_size)
-    return ReplayBuffer(storage=storage, transform=TurnsToSequence(), batch_size=config.batch_size)
+    storage = LazyStackStorage(config.rollouts.batch_size)
+    return ReplayBuffer(storage=storage, transform=TurnsToSequence(), batch_size=config.rollouts.batch_size)
 
 
 def make_environment(
-    config: RunConfig, tokenizer: Any, make: Callable[..., GEMEnv], *, stream: Stream, group_size: int = 1, **shard: int
+    config: RunSettings,
+    tokenizer: Any,
+    make: Callable[..., GEMEnv],
+    *,
+    stream: Stream,
+    group_size: int = 1,
+    **shard: int,
 ) -> GEMEnv:
     """An environment of the run, made by ``make`` from the keyword arguments of
     :class:`~torchrl_llm.envs.GEMEnv`.
@@ -328,33 +342,33 @@ def make_environment(
         shard: ``worker`` and ``num_workers``, where several processes share the tasks.
     """
     options = given_options(config, *_ENVIRONMENT, "step_timeout", num_threads="env_threads")
-    if config.collector in ("async", "ray") and config.env_threads != 0:
+    if config.rollouts.collector in ("async", "ray") and config.rollouts.env_threads != 0:
         options = {"step_timeout": STEP_TIMEOUT} | options  # evaluation allows what training allows
-    if config.collector == "self_play":
-        group_size = config.group_size  # the players of a game, in evaluations too
+    if config.rollouts.collector == "self_play":
+        group_size = config.rollouts.group_size  # the players of a game, in evaluations too
     return make(tokenizer=tokenizer, num_envs=config.slots, group_size=group_size, stream=stream, **shard, **options)
 
 
-def check_environment(config: RunConfig, env: Any, make_env: Any) -> None:
+def check_environment(config: RunSettings, env: Any, make_env: Any) -> None:
     """Raise a ``ConfigError`` if :func:`build_run` gets an environment in two ways, or options that
     are of no use to it."""
     if env is not None and make_env is not None:
         raise ConfigError("Both env and make_env are given: the second decides on the environment, so leave env out.")
-    if config.env_options and (env is not None or make_env is not None):
+    if config.env.env_options and (env is not None or make_env is not None):
         raise ConfigError(
-            f"env_options={config.env_options} are for the environments of env_name, and one is given in Python: leave them out, and "
+            f"env_options={config.env.env_options} are for the environments of env_name, and one is given in Python: leave them out, and "
             "make it with them there."
         )
 
 
-def stock_env(config: RunConfig, env: Any = None) -> Callable[..., GEMEnv]:
-    """Makes the environments of ``config.env_name``, or of the factory ``env``, from the keyword
-    arguments of ``GEMEnv``."""
-    names = [config.env_name] if isinstance(config.env_name, str) else config.env_name
+def stock_env(config: RunSettings, env: Any = None) -> Callable[..., GEMEnv]:
+    """Makes the environments of ``config.env.env_name``, or of the factory ``env``, from the
+    keyword arguments of ``GEMEnv``."""
+    names = [config.env.env_name] if isinstance(config.env.env_name, str) else config.env.env_name
     # Ids are resolved here: workers on Ray may not have registered the family.
-    sources = env or [_with_options(resolve_env(name), config.env_options) for name in names]
-    kind = SelfPlayEnv if config.collector == "self_play" else GEMEnv
-    return partial(kind, sources, weights=config.env_weights, divide=True)
+    sources = env or [_with_options(resolve_env(name), config.env.env_options) for name in names]
+    kind = SelfPlayEnv if config.rollouts.collector == "self_play" else GEMEnv
+    return partial(kind, sources, weights=config.env.env_weights, divide=True)
 
 
 def _with_options(spec: EnvSpec, options: dict[str, Any]) -> EnvSpec:
@@ -362,7 +376,7 @@ def _with_options(spec: EnvSpec, options: dict[str, Any]) -> EnvSpec:
 
 
 def make_evaluator(
-    config: RunConfig,
+    config: RunSettings,
     policy: TurnPolicy,
     env: GEMEnv,
     distributed: Distributed,
@@ -371,22 +385,22 @@ def make_evaluator(
 ) -> Callable[[], dict]:
     """A function that evaluates the policy during the run, and returns metrics."""
     options: dict[str, Any] = {"distributed": distributed, "seen_tasks": seen_tasks, "opponent": opponent}
-    collect = partial(evaluate, env, policy, config.evaluation_episodes, **options)
+    collect = partial(evaluate, env, policy, config.evaluation.evaluation_episodes, **options)
 
     def evaluator() -> dict[str, float]:
         metrics = collect().metrics("evaluation")
-        if config.evaluation_greedy:
+        if config.evaluation.evaluation_greedy:
             metrics |= collect(greedy=True).metrics("evaluation_greedy")
         return metrics
 
     return evaluator
 
 
-def _batch_share(config: RunConfig, num_ranks: int) -> int:
+def _batch_share(config: RunSettings, num_ranks: int) -> int:
     """The episodes of a batch that each rank collects."""
-    if config.batch_size % (num_ranks * config.group_size):
+    if config.rollouts.batch_size % (num_ranks * config.rollouts.group_size):
         raise ConfigError(
-            f"batch_size={config.batch_size} counts the episodes of all {num_ranks} processes, and a group of "
-            f"group_size={config.group_size} is collected by one of them: make it a multiple of {num_ranks * config.group_size}."
+            f"batch_size={config.rollouts.batch_size} counts the episodes of all {num_ranks} processes, and a group of "
+            f"group_size={config.rollouts.group_size} is collected by one of them: make it a multiple of {num_ranks * config.rollouts.group_size}."
         )
-    return config.batch_size // num_ranks
+    return config.rollouts.batch_size // num_ranks

@@ -1,16 +1,14 @@
-"""All settings of a run under flat names: :class:`RunConfig`, and which settings contradict each
-other.
+"""All settings of a run: :class:`RunSettings`, and which of them contradict each other.
 
-A YAML file and the command line of ``examples/multiturn.py`` have exactly the names of its fields,
-which :mod:`torchrl_llm.runs.settings` declares. Contradictions are errors at construction. Nothing
-here loads a model.
+A YAML file has its sections, which :mod:`torchrl_llm.runs.settings` declares, and the command line
+the names of their fields. Contradictions are errors at construction. Nothing here loads a model.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
@@ -21,26 +19,37 @@ from torchrl_llm import objectives
 from torchrl_llm.envs.chat import read_date
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.objectives.checks import wrong_penalty
-from torchrl_llm.runs import settings, wrong_settings
+from torchrl_llm.runs import wrong_settings
 from torchrl_llm.runs.idle_settings import IDLE
 from torchrl_llm.runs.loss_settings import (
     LOSSES,
     NO_ACTOR,
     NO_CRITIC,
-    LossConfig,
     LossOptions,
+    LossSettings,
     estimator_of,
     loss_settings,
 )
-from torchrl_llm.runs.settings import Algorithm, names_of
+from torchrl_llm.runs.settings import (
+    ATTENTION,
+    Algorithm,
+    ChatSettings,
+    EngineSettings,
+    EnvSettings,
+    EvaluationSettings,
+    ModelSettings,
+    OptimSettings,
+    OutputSettings,
+    RaySettings,
+    RolloutSettings,
+    WeightsSettings,
+    names_of,
+)
 from torchrl_llm.runs.settings_file import read_settings, write_settings
 from torchrl_llm.trainers.config import NOTHING_TO_CORRECT, TrainerConfig
 from torchrl_llm.utils.hints import nearest
-from torchrl_llm.utils.options import ConfigError, Idle, brief_repr, meanings, options_class, options_of
-
-SamplingSettings: Any = options_class(
-    "SamplingSettings", options_of(SamplingConfig), meanings(SamplingConfig), "How responses are sampled."
-)
+from torchrl_llm.utils.options import ConfigError, Idle, brief_repr, options_of
+from torchrl_llm.utils.sections import Sectioned, in_sections, settings_of
 
 
 def shown_default(name: str, algo: Algorithm | None = None) -> str:
@@ -56,7 +65,7 @@ def shown_default(name: str, algo: Algorithm | None = None) -> str:
         '1.0'
     """
     if name not in names_of(LossOptions):
-        return str(options_of(RunConfig)[name].default)
+        return str(settings_of(RunSettings)[name].default)
     algorithms: dict[str, list[str]] = {}
     for each in LOSSES:
         if name in (options := loss_settings(each)) and algo in (None, each):
@@ -81,7 +90,10 @@ PYTHON_PARTS = ("env", "make_env", "make_loss")
 """Arguments of ``build_run`` that a run depends on as on its settings; ``accept_changes`` may name
 them too."""
 
-HOW_TO_RUN = (*names_of(settings.OutputConfig), *names_of(settings.RayConfig))
+INITIAL_WEIGHTS = ("algo", *names_of(WeightsSettings))
+"""Settings about the initial weights, which a resumed run cannot change."""
+
+HOW_TO_RUN = (*names_of(OutputSettings), *names_of(RaySettings))
 """Settings that change no number of a run: a resumed run may differ in them."""
 
 
@@ -93,107 +105,65 @@ def _kept_by_json(value: Any) -> bool:
         return False
 
 
-def _template_text(given: str) -> str:
-    """The text of a chat template, which is given, or the path of its file."""
-    if settings.is_template(given):
-        return given
-    path = Path(given).expanduser()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path that cannot be one
-        beside = [str(each) for each in path.parent.glob("*.jinja")]
-        raise ConfigError(
-            f"chat_template is {given!r:.200}, which is not a Jinja template (it has neither {{{{ nor {{%) and no file that can be "
-            f"read ({error}).{nearest(given, beside)}"
-        ) from error
-    if not settings.is_template(text):
-        raise ConfigError(
-            f"chat_template is {given!r}, and that file holds no Jinja template: it has neither {{{{ nor {{%."
-        )
-    return text
-
-
 @dataclass(kw_only=True)
-class RunConfig(
-    settings.OutputConfig,
-    settings.ReportConfig,
-    settings.OptimConfig,
-    LossConfig,
-    settings.RolloutConfig,
-    settings.RayConfig,
-    settings.EngineConfig,
-    SamplingSettings,
-    settings.EnvConfig,
-    settings.TemplateConfig,
-    settings.ModelConfig,
-    settings.WeightsConfig,
-    TrainerConfig,
-):
-    """A whole run: model, environment, sampling, algorithm and loop, for
-    :func:`~torchrl_llm.runs.build_run`.
+class RunSettings(Sectioned):
+    """A whole run, for :func:`~torchrl_llm.runs.build_run`: the algorithm, and a section for each
+    part."""
 
-    It has the fields of its bases, from the last to the first.
-    """
+    algo: Algorithm = "LLMPPO"
+    """The algorithm."""
+    model: ModelSettings = field(default_factory=ModelSettings)
+    weights: WeightsSettings = field(default_factory=WeightsSettings)
+    chat: ChatSettings = field(default_factory=ChatSettings)
+    env: EnvSettings = field(default_factory=EnvSettings)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    rollouts: RolloutSettings = field(default_factory=RolloutSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    ray: RaySettings = field(default_factory=RaySettings)
+    loss: LossSettings = field(default_factory=LossSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    output: OutputSettings = field(default_factory=OutputSettings)
 
     idle: ClassVar[tuple[Idle, ...]] = IDLE
 
     __repr__ = brief_repr
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        config = super().__new__(cls, *args, **options)
-        # In __post_init__ a 1 that was given looks like the default.
-        if options.get("collector") == "self_play" and options.get("group_size") == 1:
-            raise ConfigError(
-                'group_size=1 with collector="self_play", where it is the number of players of a game: expected at least 2; leave it '
-                "out for 2."
-            )
-        return config
-
     def __post_init__(self) -> None:
-        self.output_dir = Path(self.output_dir).expanduser()
-        self.init_from = None if self.init_from is None else Path(self.init_from).expanduser()
-        self.chat_template = None if self.chat_template is None else _template_text(self.chat_template)
-        for name in ("clip_epsilon", "sampler_bounds", "stop_ids"):
-            # YAML has lists only, and settings that were saved must equal those that are read
-            # again.
-            if isinstance(value := getattr(self, name), list):
-                setattr(self, name, tuple(value))
-        if self.resume_from is not None:
-            self.resume, self.resume_from = True, Path(self.resume_from).expanduser()
-        if self.collector == "self_play" and self.group_size == 1:
-            self.group_size = 2
-        super().__post_init__()
-        self.sampling()  # raises what SamplingConfig says of its fields
+        for problem in self._contradictions():
+            raise ConfigError(problem)
         self._check_estimator()
         self._check_loss()
 
     def _contradictions(self) -> Iterator[str]:
-        yield from super()._contradictions()
-        if self.resume and self.overwrite:
+        """What is wrong with these settings together, and what to do."""
+        if self.output.resume and self.output.overwrite:
             yield "resume continues a run and overwrite starts a new one: give one of them."
+        values = self.values()
         for name in ("chat_template_kwargs", "env_options"):
-            if not _kept_by_json(getattr(self, name)):
+            if not _kept_by_json(value := values[name]):
                 yield (
-                    f"{name} is {getattr(self, name)!r}; expected text keys, and values that JSON has (lists, not tuples), because "
+                    f"{name} is {value!r}; expected text keys, and values that JSON has (lists, not tuples), because "
                     "checkpoints keep the settings."
                 )
-        read_date(self.template_date)
+        read_date(self.chat.template_date)
         yield from self._wrong_changes()
         yield from self._wrong_folders()
         yield from self._wrong_sizes()
         yield from self._wrong_rollout()
-        yield from wrong_settings.wrong_self_play(self) if self.collector == "self_play" else ()
+        yield from wrong_settings.wrong_self_play(self) if self.rollouts.collector == "self_play" else ()
         yield from wrong_settings.wrong_branches(self)
         yield from wrong_settings.wrong_trees(self)
         yield from wrong_settings.wrong_engine(self)
         yield from self._wrong_model()
 
     def _wrong_changes(self) -> Iterator[str]:
-        names = [*vars(self), *PYTHON_PARTS]
-        for name in self.accept_changes:
+        names = [*settings_of(type(self)), *PYTHON_PARTS]
+        for name in self.output.accept_changes:
             if name not in names:
                 yield f"accept_changes names {name}: no such setting.{nearest(name, names)}"
-        fixed = [name for name in self.accept_changes if name in names_of(settings.WeightsConfig)]
+        fixed = [name for name in self.output.accept_changes if name in INITIAL_WEIGHTS]
         if fixed:
             yield (
                 f"accept_changes names {', '.join(fixed)}, but a resumed run has the weights that its checkpoint began with: leave "
@@ -201,84 +171,91 @@ class RunConfig(
             )
 
     def _wrong_folders(self) -> Iterator[str]:
-        replaced = self.output_dir.expanduser().absolute()
-        for name in ("init_from", "teacher", "demonstrations") if self.overwrite else ():
-            given = getattr(self, name)
+        replaced = self.output.output_dir.expanduser().absolute()
+        for name in ("init_from", "teacher", "demonstrations") if self.output.overwrite else ():
+            given = self.values()[name]
             if given is not None and Path(given).expanduser().absolute().is_relative_to(replaced):
-                yield f"{name}={str(given)!r} lies in output_dir={str(self.output_dir)!r}, which overwrite=true replaces: choose another."
+                yield f"{name}={str(given)!r} lies in output_dir={str(self.output.output_dir)!r}, which overwrite=true replaces: choose another."
 
     def _wrong_sizes(self) -> Iterator[str]:
-        group, length = self.group_size, self.max_output_tokens
-        if self.batch_size % group:
-            yield f"batch_size={self.batch_size} is not a multiple of group_size={group}, and a group must not be cut: use one."
+        group, length = self.rollouts.group_size, self.sampling.max_output_tokens
+        if self.rollouts.batch_size % group:
+            yield f"batch_size={self.rollouts.batch_size} is not a multiple of group_size={group}, and a group must not be cut: use one."
         if self.slots % self._begun:
-            yield f"num_envs={self.num_envs} is not a multiple of {self._begun}, the episodes of a group that begin together: use one."
-        for given, name in ((self.dynamic_sampling, "dynamic_sampling"), (self.algo == "GRPO", "GRPO")):
+            yield f"num_envs={self.env.num_envs} is not a multiple of {self._begun}, the episodes of a group that begin together: use one."
+        for given, name in ((self.trainer.dynamic_sampling, "dynamic_sampling"), (self.algo == "GRPO", "GRPO")):
             if given and group < 2:
                 yield f"{name} compares the episodes of one task: group_size={group}, expected at least 2."
-        if self.minibatch_size is not None and self.batch_size % self.minibatch_size:
+        if self.trainer.minibatch_size is not None and self.rollouts.batch_size % self.trainer.minibatch_size:
             yield (
-                f"minibatch_size={self.minibatch_size} does not divide batch_size={self.batch_size}: optimizer steps would differ "
+                f"minibatch_size={self.trainer.minibatch_size} does not divide batch_size={self.rollouts.batch_size}: optimizer steps would differ "
                 "in size."
             )
-        if length >= self.max_model_len:
+        if length >= self.env.max_model_len:
             yield (
-                f"max_output_tokens={length} leaves no room for a prompt in max_model_len={self.max_model_len}: lower the first or "
+                f"max_output_tokens={length} leaves no room for a prompt in max_model_len={self.env.max_model_len}: lower the first or "
                 "raise the second."
             )
-        if self.overlong_buffer is not None and self.overlong_buffer > length:
+        if self.trainer.overlong_buffer is not None and self.trainer.overlong_buffer > length:
             yield (
-                f"overlong_buffer={self.overlong_buffer} is more than a response has, max_output_tokens={length}: lower the first "
+                f"overlong_buffer={self.trainer.overlong_buffer} is more than a response has, max_output_tokens={length}: lower the first "
                 "or raise the second."
             )
 
     def _wrong_rollout(self) -> Iterator[str]:
-        stale = self.max_staleness or 0
-        if self.step_timeout is not None and self.env_threads == 0:
+        stale = self.rollouts.max_staleness or 0
+        if self.rollouts.step_timeout is not None and self.rollouts.env_threads == 0:
             yield (
-                f"step_timeout={self.step_timeout} with env_threads=0: a call in the main thread cannot be left. Give it a thread, "
+                f"step_timeout={self.rollouts.step_timeout} with env_threads=0: a call in the main thread cannot be left. Give it a thread, "
                 "or leave env_threads out."
             )
-        if stale and self.old_log_probs == "sampler":
+        if stale and self.trainer.old_log_probs == "sampler":
             yield f'max_staleness={stale} with old_log_probs="sampler": the sampler may have had older weights. Use "auto".'
-        if self.old_log_probs == "sampler" and (self.sampler_correction is not None or self._corrects_sampler):
+        if self.trainer.old_log_probs == "sampler" and (
+            self.loss.sampler_correction is not None or self._corrects_sampler
+        ):
             yield NOTHING_TO_CORRECT
-        if stale and self.adaptive_mixture:
+        if stale and self.env.adaptive_mixture:
             yield f"adaptive_mixture adapts between batches, and max_staleness={stale} leaves none between them: choose one."
-        if self.collector == "ray" and self.demonstrations is not None:
-            yield f"demonstrations={self.demonstrations!r} are collected in this process: leave collector='ray' out."
-        chosen = (self.demonstrations, self.min_return, self.estimator, None if self.imitate == "all" else self.imitate)
+        if self.rollouts.collector == "ray" and self.rollouts.demonstrations is not None:
+            yield f"demonstrations={self.rollouts.demonstrations!r} are collected in this process: leave collector='ray' out."
+        chosen = (
+            self.rollouts.demonstrations,
+            self.loss.min_return,
+            self.loss.estimator,
+            None if self.loss.imitate == "all" else self.loss.imitate,
+        )
         if self.algo == "SFT" and chosen == (None,) * len(chosen):
             yield (
                 "algo='SFT' without demonstrations would imitate all that the model itself says, which teaches nothing: give "
                 'demonstrations, or choose among its own episodes with imitate="success", imitate="return" or min_return.'
             )
-        if self.dynamic_sampling and self.algo == "SFT":
-            yield f"dynamic_sampling={self.dynamic_sampling} compares the episodes of a group, and SFT does not: leave it out."
+        if self.trainer.dynamic_sampling and self.algo == "SFT":
+            yield f"dynamic_sampling={self.trainer.dynamic_sampling} compares the episodes of a group, and SFT does not: leave it out."
 
     def _wrong_model(self) -> Iterator[str]:
         for name in ("init_reference", "refresh_reference"):
-            if self.teacher is not None and getattr(self, name):
-                yield f"{name} is about the reference of the KL, and teacher={self.teacher!r} is that: leave one of them out."
-        if self.offload_base and not self.lora_r:
+            if self.model.teacher is not None and self.values()[name]:
+                yield f"{name} is about the reference of the KL, and teacher={self.model.teacher!r} is that: leave one of them out."
+        if self.engine.offload_base and not self.weights.lora_r:
             yield "offload_base moves the frozen base of LoRA, and lora_r=0 trains all weights: leave it out."
-        if self.offload_base and self.quantization is not None:
-            yield f"quantization={self.quantization!r} keeps a part of the base on the GPU, which offload_base would move: choose one."
-        if self.compile and self.gradient_checkpointing:
+        if self.engine.offload_base and self.model.quantization is not None:
+            yield f"quantization={self.model.quantization!r} keeps a part of the base on the GPU, which offload_base would move: choose one."
+        if self.model.compile and self.model.gradient_checkpointing:
             yield "compile and gradient_checkpointing exclude each other: choose one."
-        if self.policy == "hf" and self.attn_implementation not in (None, *settings.ATTENTION):
+        if self.rollouts.policy == "hf" and self.model.attn_implementation not in (None, *ATTENTION):
             yield (
-                f"attn_implementation={self.attn_implementation!r} takes no mask, and policy='hf' samples with one: leave it out. "
+                f"attn_implementation={self.model.attn_implementation!r} takes no mask, and policy='hf' samples with one: leave it out. "
                 "PyTorch's own attention (sdpa), which is the default, runs flash attention on a GPU too, and computes what rows "
                 "share once."
             )
-        if self.quantization is not None and not self.lora_r:
-            yield f"quantization={self.quantization!r} is for LoRA: lora_r=0 would train the weights that it rounds."
+        if self.model.quantization is not None and not self.weights.lora_r:
+            yield f"quantization={self.model.quantization!r} is for LoRA: lora_r=0 would train the weights that it rounds."
         # PEFT reads a string as a regular expression of whole module paths, which a bare name never
         # matches.
-        if isinstance(self.lora_targets, str) and self.lora_targets.isidentifier():
+        if isinstance(self.weights.lora_targets, str) and self.weights.lora_targets.isidentifier():
             yield (
-                f"lora_targets is {self.lora_targets!r}; expected a list of names, [{self.lora_targets}], a regular expression "
+                f"lora_targets is {self.weights.lora_targets!r}; expected a list of names, [{self.weights.lora_targets}], a regular expression "
                 'that matches whole module paths, or "all-linear".'
             )
 
@@ -288,12 +265,12 @@ class RunConfig(
             return
         if self.algo != "LLMPPO" and issubclass(chosen, objectives.CriticEstimator):
             raise ConfigError(
-                f"estimator={self.estimator!r} needs a critic, and algo={self.algo!r} has none: use LLMPPO."
+                f"estimator={self.loss.estimator!r} needs a critic, and algo={self.algo!r} has none: use LLMPPO."
             )
         own, known = options_of(estimator_of(self.algo)), options_of(chosen)
         unused = tuple(name for name in names_of(LossOptions) if name in own and name not in known)
         instead = "choose an estimator that has the option"
-        Idle(unused, {"estimator": (self.estimator,)}, instead).check(vars(self), dict.fromkeys(unused))
+        Idle(unused, {"estimator": (self.loss.estimator,)}, instead).check(self.values(), dict.fromkeys(unused))
 
     @property
     def _corrects_sampler(self) -> bool:
@@ -304,15 +281,14 @@ class RunConfig(
         """Raise what the loss and its estimator say of their options, before models are loaded for
         them."""
         # What "auto" means, and whether the settings fit that, is known when the run is built.
-        known: dict[str, Any] = {"granularity": "turn"} if self.granularity == "auto" else {}
-        checked = replace(self, **known) if known else self
+        checked = self.replace(granularity="turn") if self.loss.granularity == "auto" else self
         try:
             loss = checked.make_loss(NO_ACTOR, NO_CRITIC)
         except ConfigError:
             raise
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        penalty = wrong_penalty(self.overlong_penalty, loss.value_estimator)
+        penalty = wrong_penalty(self.trainer.overlong_penalty, loss.value_estimator)
         for problem in (*penalty, *wrong_settings.idle_kl(self, loss)):
             raise ConfigError(problem)
 
@@ -352,7 +328,7 @@ class RunConfig(
                 not; or ``granularity`` is ``"auto"`` still.
 
         Examples:
-            >>> options = RunConfig(algo="GRPO", group_size=4, kl_coeff=0.0, scale="none").loss_options()
+            >>> options = RunSettings.from_values(algo="GRPO", group_size=4, kl_coeff=0.0, scale="none").loss_options()
             >>> options["kl_coeff"], options["estimator"].scale, options["estimator"].group_size
             (0.0, 'none', 4)
         """
@@ -363,14 +339,14 @@ class RunConfig(
                 "of: choose the algorithm that it is one of, or make it from fields of the config by hand."
             )
         kind = self.value_estimator() or (loss_class or stock).default_value_estimator
-        given = {name: value for name in names_of(LossOptions) if (value := getattr(self, name)) is not None}
-        given |= {"group_size": self.group_size}
+        given = {name: value for name in names_of(LossOptions) if (value := getattr(self.loss, name)) is not None}
+        given |= {"group_size": self.rollouts.group_size}
         values = options_of(loss_class or stock)
         options = {name: value for name, value in given.items() if name in values}
         if (
             "sampler_correction" in values
-            and self.max_staleness
-            and self.sampler_correction is None
+            and self.rollouts.max_staleness
+            and self.loss.sampler_correction is None
             and not self._corrects_sampler
         ):
             options = {"sampler_correction": "truncate", "sampler_bounds": 2.0} | options
@@ -393,25 +369,25 @@ class RunConfig(
             ConfigError: there is no such class, or it is not a
                 :class:`~torchrl_llm.objectives.TurnEstimator`.
         """
-        if self.estimator is None:
+        if self.loss.estimator is None:
             return None
-        name = self.estimator if ":" in self.estimator else f"torchrl_llm.objectives:{self.estimator}"
+        name = self.loss.estimator if ":" in self.loss.estimator else f"torchrl_llm.objectives:{self.loss.estimator}"
         try:
             found = resolve_name(name)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(
-                f"estimator is {self.estimator!r}, which cannot be imported ({error}); expected a class of torchrl_llm.objectives, "
+                f"estimator is {self.loss.estimator!r}, which cannot be imported ({error}); expected a class of torchrl_llm.objectives, "
                 'or "package.module:Name".'
             ) from error
         if not (isinstance(found, type) and issubclass(found, objectives.TurnEstimator)):
-            raise ConfigError(f"estimator={self.estimator!r} is {found!r}; expected a subclass of TurnEstimator.")
+            raise ConfigError(f"estimator={self.loss.estimator!r} is {found!r}; expected a subclass of TurnEstimator.")
         return found
 
     @property
     def slots(self) -> int:
         """``num_envs``, or, where none is given and none was chosen, the number in a run of one
         process."""
-        return self.num_envs or self.default_num_envs()
+        return self.env.num_envs or self.default_num_envs()
 
     def default_num_envs(self, processes: int = 1) -> int:
         """The environments of each training process (of its workers on Ray, of each) where
@@ -421,29 +397,34 @@ class RunConfig(
             processes: training processes.
 
         Examples:
-            >>> RunConfig().default_num_envs(), RunConfig(policy="vllm", batch_size=128).default_num_envs(processes=2)
+            >>> vllm = RunSettings(rollouts=RolloutSettings(policy="vllm", batch_size=128))
+            >>> RunSettings().default_num_envs(), vllm.default_num_envs(processes=2)
             (16, 64)
         """
-        workers = (self.ray_workers or 2) if self.collector == "ray" else 1
-        most = min(_MOST_SLOTS, self.batch_size // (processes * workers)) if self.policy == "vllm" else 16
+        workers = (self.ray.ray_workers or 2) if self.rollouts.collector == "ray" else 1
+        most = (
+            min(_MOST_SLOTS, self.rollouts.batch_size // (processes * workers))
+            if self.rollouts.policy == "vllm"
+            else 16
+        )
         return most - most % self._begun or self._begun
 
     @property
     def _begun(self) -> int:
         """The episodes of a group that begin together: trees are continued later."""
-        return max(1, self.group_size // (1 + self.tree_branches))
+        return max(1, self.rollouts.group_size // (1 + self.rollouts.tree_branches))
 
     @property
     def has_reference(self) -> bool:
         """Whether the loss, or its estimator, takes a KL to a reference policy."""
-        return "kl_coeff" in loss_settings(self.algo) and self.kl_coeff != 0
+        return "kl_coeff" in loss_settings(self.algo) and self.loss.kl_coeff != 0
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
         """The settings of a YAML file, such as a run's ``config.yaml``.
 
         Args:
-            path: the file, with lines ``field: value``.
+            path: the file, with lines ``field: value`` in sections.
 
         Raises:
             ConfigError: the file cannot be read, or a setting is wrong; the message names the line.
@@ -451,11 +432,11 @@ class RunConfig(
         Examples:
             >>> import tempfile
             >>> with tempfile.TemporaryDirectory() as folder:
-            ...     RunConfig(algo="GRPO", group_size=4).save(path := f"{folder}/config.yaml")
-            ...     RunConfig.from_yaml(path) == RunConfig(algo="GRPO", group_size=4)
-            True
+            ...     RunSettings(optim=OptimSettings(lr_actor=1e-4)).save(path := f"{folder}/config.yaml")
+            ...     RunSettings.from_yaml(path).optim
+            OptimSettings(lr_actor=0.0001, lr_critic=None, weight_decay=0.0, adam_beta2=0.999)
         """
-        return cls(**dict(read_settings(Path(path), options_of(cls))))
+        return cls.from_values(**dict(read_settings(Path(path), cls)))
 
     def save(self, path: str | Path) -> None:
         """Write the settings to a YAML file that :meth:`from_yaml` and ``--config`` read.
@@ -467,13 +448,9 @@ class RunConfig(
             path: the file; an older one is replaced atomically.
         """
         settings = {name: value for name, value in self.as_json().items() if name not in _FOR_THIS_START}
-        write_settings(settings, Path(path))
+        write_settings(in_sections(type(self), settings), Path(path))
 
     def as_json(self) -> dict[str, Any]:
-        """The settings as JSON has them: paths as text, tuples as lists."""
-        plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
+        """The settings by name as JSON has them: paths as text, tuples as lists."""
+        plain = {name: str(value) if isinstance(value, Path) else value for name, value in self.values().items()}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
-
-    def sampling(self) -> SamplingConfig:
-        """The sampling settings of training."""
-        return SamplingConfig(**{name: getattr(self, name) for name in names_of(SamplingSettings)})

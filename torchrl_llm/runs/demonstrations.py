@@ -17,7 +17,7 @@ from torchrl_llm.data import read_transcripts
 from torchrl_llm.envs import GEMEnv, players
 from torchrl_llm.episode import Episode, Turn
 from torchrl_llm.modules import Player, SamplingConfig
-from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.pieces import TokenTexts
 from torchrl_llm.runs.recording import FOLDER, Recording, RecordingError, RecordingFolder, read_recording
 from torchrl_llm.utils.hints import nearest
@@ -63,25 +63,28 @@ def find_demonstrations(given: str, setting: str = "demonstrations") -> Player |
     )
 
 
-def check_demonstrations(config: RunConfig) -> None:
+def check_demonstrations(config: RunSettings) -> None:
     """Raise what is wrong with the setting ``demonstrations``, before models are loaded for it.
 
     Raises:
         ConfigError: it names nothing that is there, or other settings ask for episodes that are
             played, and it names given ones.
     """
-    if config.demonstrations is None or not isinstance(find_demonstrations(config.demonstrations), Path):
+    if config.rollouts.demonstrations is None or not isinstance(
+        find_demonstrations(config.rollouts.demonstrations), Path
+    ):
         return
     played = {"collector": "turn", "group_size": 1, "adaptive_mixture": False}
-    asked = [f"{name}={getattr(config, name)!r}" for name, value in played.items() if getattr(config, name) != value]
+    given = config.values()
+    asked = [f"{name}={given[name]!r}" for name, value in played.items() if given[name] != value]
     if asked:
         raise ConfigError(
-            f"{', '.join(asked)}: for episodes that are played, and those of demonstrations={config.demonstrations!r} are given: "
+            f"{', '.join(asked)}: for episodes that are played, and those of demonstrations={config.rollouts.demonstrations!r} are given: "
             "leave it out."
         )
 
 
-def check_player(player: Player, config: RunConfig, env: GEMEnv) -> None:
+def check_player(player: Player, config: RunSettings, env: GEMEnv) -> None:
     """Raise if a player does not know the game, which it is asked to begin.
 
     Raises:
@@ -93,22 +96,22 @@ def check_player(player: Player, config: RunConfig, env: GEMEnv) -> None:
         answer = player(prompt, random.Random(0))
     except ValueError as error:
         raise ConfigError(
-            f"demonstrations is {config.demonstrations!r}, which cannot play env_name={config.env_name!r}: {error} "
+            f"demonstrations is {config.rollouts.demonstrations!r}, which cannot play env_name={config.env.env_name!r}: {error} "
             "docs/warm_start.md lists who plays what."
         ) from error
     try:
         length = len(env.formatter.answer(answer))
     except ValueError as error:
-        raise ConfigError(f"demonstrations is {config.demonstrations!r}: {error}") from error
-    if length > config.max_output_tokens:
+        raise ConfigError(f"demonstrations is {config.rollouts.demonstrations!r}: {error}") from error
+    if length > config.sampling.max_output_tokens:
         raise ConfigError(
-            f"demonstrations is {config.demonstrations!r}, whose answer {answer!r:.80} has {length} tokens, its end of the turn "
-            f"included: raise max_output_tokens, which is {config.max_output_tokens}."
+            f"demonstrations is {config.rollouts.demonstrations!r}, whose answer {answer!r:.80} has {length} tokens, its end of the turn "
+            f"included: raise max_output_tokens, which is {config.sampling.max_output_tokens}."
         )
-    if length <= config.min_output_tokens:
+    if length <= config.sampling.min_output_tokens:
         raise ConfigError(
-            f"demonstrations is {config.demonstrations!r}, whose answer {answer!r:.80} has {length} tokens, its end of the turn "
-            f"included, and {_HELD_BACK.format(config.min_output_tokens)}: lower it."
+            f"demonstrations is {config.rollouts.demonstrations!r}, whose answer {answer!r:.80} has {length} tokens, its end of the turn "
+            f"included, and {_HELD_BACK.format(config.sampling.min_output_tokens)}: lower it."
         )
 
 

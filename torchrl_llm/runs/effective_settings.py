@@ -8,19 +8,19 @@ the estimator that the run really has, and from what was given in Python.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from torchrl_llm.objectives import TurnLoss
-from torchrl_llm.runs.config import HOW_TO_RUN, RunConfig, shown_default
+from torchrl_llm.runs.config import HOW_TO_RUN, RunSettings, shown_default
 from torchrl_llm.runs.identity import names_of_parts
 from torchrl_llm.runs.loss_settings import LOSSES, NO_ACTOR, NO_CRITIC, NO_SETTINGS, LossOptions
-from torchrl_llm.runs.settings import OutputConfig, names_of
+from torchrl_llm.runs.settings import OutputSettings, names_of
 from torchrl_llm.utils.fingerprint import fingerprint
 from torchrl_llm.utils.options import ConfigError, Idle, options_of
+from torchrl_llm.utils.sections import settings_of
 
 _NO_EFFECT = (*HOW_TO_RUN, "max_tokens")
 """Settings that change no number of a run, but for rounding: ``max_tokens`` bounds memory."""
@@ -29,7 +29,7 @@ _PARTS = (*NO_SETTINGS, "value_network", "value_chunk_size")
 """Parameters of losses and estimators that are not options, or change no number."""
 
 
-def effective_settings(config: RunConfig, loss: TurnLoss | None = None) -> dict[str, Any]:
+def effective_settings(config: RunSettings, loss: TurnLoss | None = None) -> dict[str, Any]:
     """The settings that have an effect on the numbers of a run, by name.
 
     Args:
@@ -43,21 +43,21 @@ def effective_settings(config: RunConfig, loss: TurnLoss | None = None) -> dict[
         ``"estimator"`` as classes, if they are not the algorithm's own.
 
     Examples:
-        >>> settings = effective_settings(RunConfig(granularity="token"))
+        >>> settings = effective_settings(RunSettings.from_values(granularity="token"))
         >>> settings["gamma"], "sampler_level" in settings, "group_size" in settings
         (1.0, False, True)
     """
     loss = config.make_loss(NO_ACTOR, NO_CRITIC) if loss is None else loss
     left_out = {*_NO_EFFECT, *names_of(LossOptions)}
-    values = {name: value for name, value in vars(config).items() if name not in left_out}
-    settings = vars(config)
+    values = {name: value for name, value in config.values().items() if name not in left_out}
+    settings = config.values()
     values |= {name: each.value for name, each in _options(loss).items() if name in settings or each.is_changed}
     if type(loss) is not LOSSES[config.algo]:
         values["loss"] = named(type(loss))
-    if config.estimator is None and type(loss.value_estimator) is not loss.default_value_estimator:
+    if config.loss.estimator is None and type(loss.value_estimator) is not loss.default_value_estimator:
         values["estimator"] = named(type(loss.value_estimator))
     # which may be TorchRL's own
-    rules = (*RunConfig.idle, *loss.idle, *getattr(loss.value_estimator, "idle", ()))
+    rules = (*RunSettings.idle, *loss.idle, *getattr(loss.value_estimator, "idle", ()))
     idle = {name for rule in rules if _is_met(rule, values) for name in rule.names if _is_harmless(config, name, rule)}
     return {name: value for name, value in sorted(values.items()) if name not in idle}
 
@@ -100,26 +100,26 @@ def _is_met(rule: Idle, values: Mapping[str, Any]) -> bool:
     return all(name in values and as_text(values[name]) in map(as_text, under) for name, under in rule.under.items())
 
 
-def _is_harmless(config: RunConfig, name: str, rule: Idle) -> bool:
+def _is_harmless(config: RunSettings, name: str, rule: Idle) -> bool:
     """Whether an idle setting is not given, or asks for what happens anyway; any other is refused,
     so that it is not idle."""
     # a rule of a loss also names options that are not settings
-    option = options_of(RunConfig).get(name)
-    return option is None or getattr(config, name) in (option.default, rule.harmless.get(name, option.default))
+    option = settings_of(RunSettings).get(name)
+    return option is None or config.values()[name] in (option.default, rule.harmless.get(name, option.default))
 
 
-def changed_settings(config: RunConfig, loss: TurnLoss | None = None) -> dict[str, list[str]]:
+def changed_settings(config: RunSettings, loss: TurnLoss | None = None) -> dict[str, list[str]]:
     """The settings that are not the defaults: name -> value and default as text.
 
     The default of an option of the loss is the one that it has beside the other settings. Options
     that are not settings, of a loss that was given in Python, count too.
 
     Examples:
-        >>> changed_settings(RunConfig(granularity="token", gamma=0.9))
+        >>> changed_settings(RunSettings.from_values(granularity="token", gamma=0.9))
         {'gamma': ['0.9', '1.0'], 'granularity': ['token', 'turn']}
     """
-    outputs, options = names_of(OutputConfig), options_of(RunConfig)
-    given = {name: value for name, value in sorted(vars(config).items()) if name not in outputs}
+    outputs, options = names_of(OutputSettings), settings_of(RunSettings)
+    given = {name: value for name, value in sorted(config.values().items()) if name not in outputs}
     given = {name: value for name, value in given.items() if value != options[name].default}
     pairs = {name: _Value(value, _default(config, name)) for name, value in given.items()}
     if loss is not None:
@@ -127,12 +127,11 @@ def changed_settings(config: RunConfig, loss: TurnLoss | None = None) -> dict[st
     return {name: [str(each.value), str(each.default)] for name, each in pairs.items() if each.is_changed}
 
 
-def _default(config: RunConfig, name: str) -> Any:
+def _default(config: RunSettings, name: str) -> Any:
     if name not in names_of(LossOptions):
-        return options_of(RunConfig)[name].default
+        return settings_of(RunSettings)[name].default
     try:
-        left_out: dict[str, Any] = {name: None}
-        return _options(replace(config, **left_out).make_loss(NO_ACTOR, NO_CRITIC))[name].value
+        return _options(config.replace(**{name: None}).make_loss(NO_ACTOR, NO_CRITIC))[name].value
     except (ConfigError, KeyError):  # another setting needs it, or only another loss has it
         return shown_default(name, config.algo)
 

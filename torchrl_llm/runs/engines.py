@@ -9,7 +9,7 @@ import torch
 
 from torchrl_llm.modules import SamplingConfig, VLLMPolicy
 from torchrl_llm.modules.vllm.weights import TRANSFERS
-from torchrl_llm.runs.config import ConfigError, RunConfig
+from torchrl_llm.runs.config import ConfigError, RunSettings
 from torchrl_llm.runs.sources import model_path
 from torchrl_llm.trainers.distributed import Distributed
 
@@ -25,7 +25,7 @@ which needs room for weights, gradients, optimizer and activations."""
 
 
 def start_engine(
-    config: RunConfig, tokenizer: Any, sampling: SamplingConfig, distributed: Distributed, device: torch.device
+    config: RunSettings, tokenizer: Any, sampling: SamplingConfig, distributed: Distributed, device: torch.device
 ) -> VLLMPolicy | None:
     """The engine of this process; ``None`` where there is none.
 
@@ -39,22 +39,22 @@ def start_engine(
     Raises:
         ConfigError: several processes, each with an engine on several GPUs.
     """
-    if config.policy != "vllm" or config.collector == "ray":
+    if config.rollouts.policy != "vllm" or config.rollouts.collector == "ray":
         return None
-    size = config.tensor_parallel_size or 1
-    if size > 1 and distributed.world_size > 1 and config.weight_sync != "nccl":
+    size = config.engine.tensor_parallel_size or 1
+    if size > 1 and distributed.world_size > 1 and config.engine.weight_sync != "nccl":
         raise ConfigError(
             f"tensor_parallel_size is {size}, and each of {distributed.world_size} training processes has an engine, on its own GPU: "
             "expected 1, or one process, weight_sync='nccl' (engines on other GPUs), or collector='ray'."
         )
     engine = make_engine(config, tokenizer, sampling, device=device, processes=distributed.world_size)
-    if config.sleep_mode:
+    if config.engine.sleep_mode:
         engine.sleep(1)
     return engine
 
 
 def make_engine(
-    config: RunConfig, tokenizer: Any, sampling: SamplingConfig, *, device: torch.device | None, processes: int = 1
+    config: RunSettings, tokenizer: Any, sampling: SamplingConfig, *, device: torch.device | None, processes: int = 1
 ) -> VLLMPolicy:
     """An engine.
 
@@ -62,17 +62,18 @@ def make_engine(
         device: of the trainer, if it is in this process; ``None`` on a worker of Ray.
         processes: training processes.
     """
-    transfer: Any = config.weight_sync if config.weight_sync in TRANSFERS else None
-    options = {name: value for name in _SETTINGS if (value := getattr(config, name)) is not None}
+    transfer: Any = config.engine.weight_sync if config.engine.weight_sync in TRANSFERS else None
+    given = config.values()
+    options = {name: value for name in _SETTINGS if (value := given[name]) is not None}
     return VLLMPolicy(
         model_path(config),
         tokenizer,
         sampling,
-        dtype=config.engine_dtype or config.dtype,
+        dtype=config.engine.engine_dtype or config.model.dtype,
         # A slot has one turn in flight at most.
         max_num_seqs=config.slots,
-        max_lora_rank=config.lora_r if serves_adapter(config) else 0,
-        multiprocess=bool(config.engine_process or transfer),
+        max_lora_rank=config.weights.lora_r if serves_adapter(config) else 0,
+        multiprocess=bool(config.engine.engine_process or transfer),
         weight_transfer=transfer,
         gpu_memory_utilization=engine_share(config, device),
         device_ids=engine_gpus(config, device, processes),
@@ -80,7 +81,7 @@ def make_engine(
     )
 
 
-def engine_share(config: RunConfig, device: torch.device | None) -> float:
+def engine_share(config: RunSettings, device: torch.device | None) -> float:
     """The engine's share of the memory of each of its GPUs.
 
     A share that is given counts. Else it is 0.9, or 0.4 where the trainer is on the same GPU; a
@@ -90,20 +91,20 @@ def engine_share(config: RunConfig, device: torch.device | None) -> float:
         device: of the trainer, if it is in this process; ``None`` on a worker of Ray.
 
     Examples:
-        >>> config = RunConfig(policy="vllm")
+        >>> config = RunSettings.from_values(policy="vllm")
         >>> engine_share(config, torch.device("cuda", 1)), engine_share(config, torch.device("cpu"))
         (0.4, 0.9)
-        >>> engine_share(RunConfig(policy="vllm", collector="ray", ray_worker_gpus=0.5), None)
+        >>> engine_share(RunSettings.from_values(policy="vllm", collector="ray", ray_worker_gpus=0.5), None)
         0.45
     """
-    if config.gpu_memory_utilization is not None:
-        return config.gpu_memory_utilization
+    if config.engine.gpu_memory_utilization is not None:
+        return config.engine.gpu_memory_utilization
     if device is None:
-        return _OWN_GPU * min(1.0, config.ray_worker_gpus or 1.0)
-    return _TRAINERS_GPU if device.type == "cuda" and config.weight_sync != "nccl" else _OWN_GPU
+        return _OWN_GPU * min(1.0, config.ray.ray_worker_gpus or 1.0)
+    return _TRAINERS_GPU if device.type == "cuda" and config.engine.weight_sync != "nccl" else _OWN_GPU
 
 
-def engine_gpus(config: RunConfig, device: torch.device | None, processes: int = 1) -> list[int] | None:
+def engine_gpus(config: RunSettings, device: torch.device | None, processes: int = 1) -> list[int] | None:
     """The GPUs of the engine, as PyTorch numbers them in this process; ``None`` leaves the choice
     to vLLM, which begins with 0.
 
@@ -116,25 +117,27 @@ def engine_gpus(config: RunConfig, device: torch.device | None, processes: int =
         processes: training processes, with ``"nccl"`` all on this host.
 
     Examples:
-        >>> engine_gpus(RunConfig(policy="vllm"), torch.device("cuda", 3))
+        >>> engine_gpus(RunSettings.from_values(policy="vllm"), torch.device("cuda", 3))
         [3]
-        >>> engine_gpus(RunConfig(policy="vllm", tensor_parallel_size=2), torch.device("cuda", 0))
+        >>> engine_gpus(RunSettings.from_values(policy="vllm", tensor_parallel_size=2), torch.device("cuda", 0))
         [0, 1]
-        >>> engine_gpus(RunConfig(policy="vllm", weight_sync="nccl"), torch.device("cuda", 1), processes=2)
+        >>> engine_gpus(RunSettings.from_values(policy="vllm", weight_sync="nccl"), torch.device("cuda", 1), processes=2)
         [3]
     """
     if device is None or device.type != "cuda":
         return None
-    first, size = device.index or 0, config.tensor_parallel_size or 1
-    if config.weight_sync == "nccl":
+    first, size = device.index or 0, config.engine.tensor_parallel_size or 1
+    if config.engine.weight_sync == "nccl":
         first = processes + first * size
     return [*range(first, first + size)]
 
 
-def serves_adapter(config: RunConfig) -> bool:
+def serves_adapter(config: RunSettings) -> bool:
     """Whether the engine serves the adapter beside the base model."""
     # On CPUs vLLM generates faster with merged weights; its kernels for adapters on GPUs know no
     # float32.
-    on_gpu = bool(config.ray_worker_gpus) if config.collector == "ray" else torch.cuda.is_available()
-    wanted = on_gpu and (config.engine_dtype or config.dtype) != "float32"
-    return config.lora_r > 0 and (config.weight_sync == "adapter" or (config.weight_sync is None and wanted))
+    on_gpu = bool(config.ray.ray_worker_gpus) if config.rollouts.collector == "ray" else torch.cuda.is_available()
+    wanted = on_gpu and (config.engine.engine_dtype or config.model.dtype) != "float32"
+    return config.weights.lora_r > 0 and (
+        config.engine.weight_sync == "adapter" or (config.engine.weight_sync is None and wanted)
+    )

@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from torchrl_llm.modules import weights
-from torchrl_llm.runs.config import HOW_TO_RUN, RunConfig
+from torchrl_llm.runs.config import HOW_TO_RUN, RunSettings
 from torchrl_llm.runs.outputs import code, fenced, percent
 from torchrl_llm.runs.run_files import RunFiles
 from torchrl_llm.runs.run_folder import MARK
@@ -118,7 +118,7 @@ def model_card(saved: SavedModel, name: str, *, format: Format) -> str:
     """
     settings, base = saved.settings, _base_model(saved)
     of_hub = base is not None and base.count("/") == 1 and not Path(base).exists()  # the id of one
-    names, defaults = settings.get("env_name", []), RunConfig().as_json()
+    names, defaults = settings.get("env_name", []), RunSettings().as_json()
     maker = MODELS.get(str(base))  # transformers does not know these names
     text = _TEMPLATES.get_template("card.md.jinja").render(
         head=ModelCardData(

@@ -1,4 +1,4 @@
-"""Command line and YAML -> :class:`~torchrl_llm.runs.RunConfig`, read by the annotations of its
+"""Command line and YAML -> :class:`~torchrl_llm.runs.RunSettings`, read by the annotations of its
 fields."""
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torchrl_llm.runs.config import RunConfig, shown_default
-from torchrl_llm.runs.schema import plain, settings_by_part
+from torchrl_llm.runs.config import RunSettings, shown_default
+from torchrl_llm.runs.schema import plain, title_of
 from torchrl_llm.runs.settings_file import read_settings, read_value
 from torchrl_llm.utils.arguments import COMMAND_LINE, ArgumentParser
-from torchrl_llm.utils.options import ConfigError, IdleError, describe, meanings, options_of
+from torchrl_llm.utils.options import Checked, ConfigError, IdleError, describe, options_of
+from torchrl_llm.utils.sections import meanings_of, section_of, sections_of, settings_of
 
 
-def parse_run_config(argv: Sequence[str] | None = None, *, description: str | None = None) -> RunConfig:
+def parse_settings(argv: Sequence[str] | None = None, *, description: str | None = None) -> RunSettings:
     """Read the settings of a run from ``--config FILE.yaml`` and flags; a later one overrides an
     earlier one.
 
-    Every field of :class:`~torchrl_llm.runs.RunConfig` is a flag (``--max-steps`` and
-    ``--max_steps`` are the same), a bare flag of a boolean field means true, and values are YAML.
-    Integers are decimal: ``010`` is 10, ``1e5`` is 100000, ``1:30`` and ``0x10`` are refused. An
-    unknown field, a wrong value and contradictory fields are errors that name the flag, or the file
-    and its line.
+    Every setting of :class:`~torchrl_llm.runs.RunSettings` is a flag (``--max-steps``,
+    ``--max_steps`` and ``--trainer.max-steps`` are the same), a bare flag of a boolean field means
+    true, and values are YAML. Integers are decimal: ``010`` is 10, ``1e5`` is 100000, ``1:30`` and
+    ``0x10`` are refused. An unknown field, a wrong value and contradictory fields are errors that
+    name the flag, or the file and its line.
 
     Args:
         argv: the arguments; None takes the process's.
@@ -37,14 +38,14 @@ def parse_run_config(argv: Sequence[str] | None = None, *, description: str | No
         The settings. Exits with a message as :mod:`argparse` does if they are wrong.
 
     Examples:
-        >>> config = parse_run_config(["--algo", "GRPO", "--batch-size", "8", "--group-size", "4", "--wandb"])
-        >>> config.algo, config.batch_size, config.wandb
+        >>> config = parse_settings(["--algo", "GRPO", "--batch-size", "8", "--group-size", "4", "--wandb"])
+        >>> config.algo, config.rollouts.batch_size, config.output.wandb
         ('GRPO', 8, True)
     """
     parser = ArgumentParser(description=description, noun="setting", usage=USAGE)
     add_settings(parser)
     try:
-        return run_config_of(parser.read(argv))
+        return run_settings_of(parser.read(argv))
     except ConfigError as error:
         parser.error(str(error))
 
@@ -55,15 +56,35 @@ _SPELLINGS = {"env_name": ("--env",)}
 USAGE = "%(prog)s [--config FILE] [--FIELD VALUE ...]"
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add ``--config`` and a flag for every setting, grouped by the part that owns it."""
-    parser.add_argument("--config", action=_File, metavar="FILE", help="a YAML file of the fields below")
-    for title, names in settings_by_part().items():
-        add_flags(parser.add_argument_group(title), names)
+def add_settings(parser: ArgumentParser) -> None:
+    """Add ``--config`` and a flag for every setting; ``--help SECTION`` shows those of a
+    section."""
+    parser.add_argument("--config", action=_File, metavar="FILE", help="a YAML file of the sections below")
+    sections = sections_of(RunSettings)
+    add_flags(parser, [name for name in options_of(RunSettings) if name not in sections])
+    for section, part in sections.items():
+        add_flags(parser, [*options_of(part)], sections=True)
+        parser.topics[section] = (title_of(part), _section_parser(section, part))
+
+
+def _section_parser(section: str, part: type[Checked]) -> argparse.ArgumentParser:
+    """A parser that shows the settings of a section."""
+    parser = argparse.ArgumentParser(
+        prog=section,
+        add_help=False,
+        usage=argparse.SUPPRESS,
+        description=f"{title_of(part)}, in a file below {section}:",
+    )
+    add_flags(parser.add_argument_group("settings"), [*options_of(part)])
+    return parser
 
 
 def add_flags(
-    group: argparse._ActionsContainer, names: Sequence[str], others: Mapping[str, str] = MappingProxyType({})
+    group: argparse._ActionsContainer,
+    names: Sequence[str],
+    others: Mapping[str, str] = MappingProxyType({}),
+    *,
+    sections: bool = False,
 ) -> None:
     """Add a flag for each of these settings, with its meaning, type and default.
 
@@ -71,10 +92,11 @@ def add_flags(
         group: of a parser.
         names: of the settings.
         others: what some of them mean here, if it is not what they mean to a run.
+        sections: take the name with its section before it too.
     """
-    # Defaults stay RunConfig's: only flags that are given may reach it, because some of its rules
+    # Defaults stay RunSettings's: only flags that are given may reach it, because some of its rules
     # ask what was given.
-    meaning, options = {**meanings(RunConfig), **others}, options_of(RunConfig)
+    meaning, options = {**meanings_of(RunSettings), **others}, settings_of(RunSettings)
     for name in names:
         hint = options[name].hint
         # argparse formats help with %.
@@ -83,6 +105,7 @@ def add_flags(
         group.add_argument(
             *_SPELLINGS.get(name, ()),
             f"--{name}",
+            *([f"--{section}.{name}"] if sections and (section := section_of(RunSettings, name)) else []),
             dest=name,
             action=Flag,
             hint=hint,
@@ -95,10 +118,10 @@ def add_flags(
 
 def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The settings among parsed arguments, without those that were not given."""
-    return {name: value for name, value in vars(arguments).items() if name in options_of(RunConfig)}
+    return {name: value for name, value in vars(arguments).items() if name in settings_of(RunSettings)}
 
 
-def run_config_of(arguments: argparse.Namespace) -> RunConfig:
+def run_settings_of(arguments: argparse.Namespace) -> RunSettings:
     """The settings of parsed arguments (:func:`add_settings`), without the settings of a file that
     a flag leaves without effect.
 
@@ -111,7 +134,7 @@ def run_config_of(arguments: argparse.Namespace) -> RunConfig:
     settings, files = given_settings(arguments), _files(arguments)
     while True:
         try:
-            return RunConfig(**settings)
+            return RunSettings.from_values(**settings)
         except IdleError as error:
             idle = [name for name in error.names if name in settings and name in files]
             by_flag = [name for name in error.under if name in settings and name not in files]
@@ -128,24 +151,24 @@ def run_config_of(arguments: argparse.Namespace) -> RunConfig:
 
 
 def _default_as_text(name: str) -> str:
-    default = options_of(RunConfig)[name].default
+    default = settings_of(RunSettings)[name].default
     return default if isinstance(default, str) else json.dumps(default)
 
 
-def resume_command(config: RunConfig) -> str:
-    """The command line that resumes a run which this process began from :func:`parse_run_config`.
+def resume_command(config: RunSettings) -> str:
+    """The command line that resumes a run which this process began from :func:`parse_settings`.
 
     Args:
         config: the run's settings.
 
     Examples:
-        >>> resume_command(RunConfig()).endswith(" --resume")
+        >>> resume_command(RunSettings()).endswith(" --resume")
         True
     """
     words = COMMAND_LINE.get() or sys.argv
     given = _without(words, "--resume", "--overwrite")
-    undone = ["--overwrite=false"] if config.overwrite and given == _without(words, "--resume") else []
-    undone += ["--resume_from=null"] if config.resume_from is not None else []
+    undone = ["--overwrite=false"] if config.output.overwrite and given == _without(words, "--resume") else []
+    undone += ["--resume_from=null"] if config.output.resume_from is not None else []
     return shlex.join([*_program(Path(given[0])), *given[1:], *undone, "--resume"])
 
 
@@ -201,7 +224,7 @@ class _File(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         try:
-            for name, value in read_settings(Path(values), options_of(RunConfig)):
+            for name, value in read_settings(Path(values), RunSettings):
                 setattr(namespace, name, value)
                 _files(namespace)[name] = Path(values)
         except ConfigError as error:

@@ -1,6 +1,6 @@
 """Which settings have no effect beside which others: :data:`IDLE`.
 
-The rules of :class:`~torchrl_llm.runs.RunConfig`, which refuses a setting that is given where it
+The rules of :class:`~torchrl_llm.runs.RunSettings`, which refuses a setting that is given where it
 would be idle.
 """
 
@@ -53,13 +53,13 @@ IDLE: tuple[Idle, ...] = (
     Idle(("base_products",), {"compile": (True,)}, "set compile to false"),
     Idle(("base_products",), {"mixed_precision": ("bf16", "fp16")}, 'set mixed_precision to "no"'),
     Idle(
-        names_of(settings.EngineConfig),
+        names_of(settings.EngineSettings),
         {"policy": ("hf",)},
         'set policy to "vllm"',
         {"sleep_mode": False, "engine_process": False, "offload_base": False},
     ),
     Idle(
-        names_of(settings.RayConfig),
+        names_of(settings.RaySettings),
         {"collector": ("turn", "async", "self_play")},
         'set collector to "ray"',
         {"ray_worker_gpus": 0},

@@ -1,4 +1,4 @@
-"""The settings of the algorithms, which their losses declare: :class:`LossConfig`."""
+"""The settings of the algorithms, which their losses declare: :class:`LossSettings`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _options_of_losses() -> Any:
     for algo, loss in LOSSES.items():
         said = {**meanings(estimator_of(algo)), **meanings(loss)}
         for name, option in loss_settings(algo).items():
-            # which RolloutConfig declares, for every algorithm
+            # which RolloutSettings declares, for every algorithm
             if name not in options and name != "group_size":
                 options[name] = Option(_OTHER_HINTS.get(name, option.hint) | None, None)
                 takers = [other for other in LOSSES if name in loss_settings(other)]
@@ -74,7 +74,7 @@ LossOptions: Any = _options_of_losses()
 
 
 @dataclass(kw_only=True)
-class LossConfig(LossOptions):
+class LossSettings(LossOptions):
     """The algorithm's loss and estimator. The losses declare their options; ``None`` takes the
     default declared there."""
 
@@ -82,6 +82,13 @@ class LossConfig(LossOptions):
     """The value estimator: a class of torchrl_llm.objectives, such as "TurnVTrace", or
     "package.module:Name", which gets those of these options that it has; None takes the algorithm's
     own."""
+
+    def __post_init__(self) -> None:
+        for name in ("clip_epsilon", "sampler_bounds"):
+            # YAML has lists only, and settings that were saved must equal those that are read
+            # again.
+            if isinstance(value := getattr(self, name), list):
+                setattr(self, name, tuple(value))
 
 
 def only_of(algo: Algorithm) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ import logging
 import platform
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torchrl_llm.modules.lm import embedding_of
 from torchrl_llm.modules.prefixes import forward_bound
 from torchrl_llm.modules.scorer import default_chunk_logits
 from torchrl_llm.runs.build import has_own_reference, make_lora
-from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.device import mixed_precision
 from torchrl_llm.runs.engines import engine_share
 from torchrl_llm.runs.sources import model_path
@@ -83,15 +82,15 @@ TAKEN = 0.95
 """Share of a GPU's memory that a run may take: CUDA itself and fragments take the rest."""
 
 
-def empty_model(config: RunConfig) -> Any:
+def empty_model(config: RunSettings) -> Any:
     """The run's model without weights: its shapes, on PyTorch's meta device."""
-    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    options: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
     model_config = AutoConfig.from_pretrained(model_path(config), **options)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(model_config, **options)
 
 
-def memory_estimate(config: RunConfig, model: Any, *, shards: int = 1, device: torch.device = _CPU) -> dict[str, int]:
+def memory_estimate(config: RunSettings, model: Any, *, shards: int = 1, device: torch.device = _CPU) -> dict[str, int]:
     """Bytes by part, at the peak of an update of one process. An estimate: allocators keep more
     than is in use.
 
@@ -109,18 +108,18 @@ def memory_estimate(config: RunConfig, model: Any, *, shards: int = 1, device: t
             such ``teacher``.
 
     Examples:
-        >>> config = RunConfig(model_path="tiny", lora_r=0, kl_coeff=0.0, algo="LLMREINFORCE")
+        >>> config = RunSettings.from_values(model_path="tiny", lora_r=0, kl_coeff=0.0, algo="LLMREINFORCE")
         >>> model = empty_model(config)
         >>> memory_estimate(config, model)["trained weights"] == 16 * model.num_parameters()
         True
     """
     kept = _kept(config, model, shards, device)
-    tokens = forward_bound(config.micro_batch_tokens, config.max_model_len)
+    tokens = forward_bound(config.trainer.micro_batch_tokens, config.env.max_model_len)
     return {**kept, **_activations(config, model, tokens, device)}
 
 
 def default_max_tokens(
-    config: RunConfig, model: Any, *, shards: int = 1, device: torch.device = _CPU, card: int | None = None
+    config: RunSettings, model: Any, *, shards: int = 1, device: torch.device = _CPU, card: int | None = None
 ) -> int:
     """The ``max_tokens`` of a run that gives none: of the shapes of its model, its settings and the
     device.
@@ -137,20 +136,20 @@ def default_max_tokens(
     Returns:
         The largest power of two up to 16,384 whose activations are estimated to take at most 4 GiB
         on a CPU; on a GPU a quarter of its memory, and with which the run is estimated to fit. At
-        least ``config.max_model_len`` (but no more than 16,384), because a row is not cut.
+        least ``config.env.max_model_len`` (but no more than 16,384), because a row is not cut.
 
     Raises:
         ConfigError: as :func:`memory_estimate`.
 
     Examples:
-        >>> config = RunConfig(model_path="tiny", lora_r=0)
+        >>> config = RunSettings.from_values(model_path="tiny", lora_r=0)
         >>> default_max_tokens(config, empty_model(config))
         16384
     """
     room, limit = float(_ROOM), float("inf")
     if device.type == "cuda":
         total = card or torch.cuda.get_device_properties(device).total_memory
-        engine = 0 if config.sleep_mode else engine_memory(config, device, total)
+        engine = 0 if config.engine.sleep_mode else engine_memory(config, device, total)
         room, limit = _ROOM_SHARE * total, TAKEN * total - engine
     kept = sum(_kept(config, model, shards, device).values())
 
@@ -158,14 +157,14 @@ def default_max_tokens(
         parts = _activations(config, model, tokens, device)
         return parts["activations"] <= room and kept + sum(parts.values()) <= limit
 
-    least, tokens = min(config.max_model_len, MOST_TOKENS), MOST_TOKENS
+    least, tokens = min(config.env.max_model_len, MOST_TOKENS), MOST_TOKENS
     while tokens > least and not fits(tokens):
         tokens //= 2
     return max(tokens, least)
 
 
 def what_to_lower(
-    config: RunConfig, model: Any, memory: int, *, shards: int = 1, device: torch.device = _CPU
+    config: RunSettings, model: Any, memory: int, *, shards: int = 1, device: torch.device = _CPU
 ) -> str | None:
     """What to change in settings that are estimated to take more than ``memory`` bytes; ``None``:
     they do not.
@@ -178,32 +177,32 @@ def what_to_lower(
         ConfigError: as :func:`memory_estimate`.
 
     Examples:
-        >>> config = RunConfig(model_path="tiny", lora_r=0, max_tokens=16_384, max_model_len=256)
+        >>> config = RunSettings.from_values(model_path="tiny", lora_r=0, max_tokens=16_384, max_model_len=256)
         >>> model = empty_model(config)
         >>> [what_to_lower(config, model, memory) for memory in (2**34, 2**28)]
         [None, 'give max_tokens=8192']
         >>> what_to_lower(config, model, 2**20)
         'lower max_model_len or num_envs, or set gradient_checkpointing or lora_r'
     """
-    tokens = config.micro_batch_tokens
+    tokens = config.trainer.micro_batch_tokens
 
     def fits(tokens: int) -> bool:
-        parts = memory_estimate(replace(config, max_tokens=tokens), model, shards=shards, device=device)
+        parts = memory_estimate(config.replace(max_tokens=tokens), model, shards=shards, device=device)
         return sum(parts.values()) <= memory
 
     if fits(tokens):
         return None
     powers = [2**power for power in range(tokens.bit_length() - 1, -1, -1)]
     # The least that a run can do with is often no power of two.
-    lower = [number for number in [*powers, config.max_model_len] if config.max_model_len <= number < tokens]
+    lower = [number for number in [*powers, config.env.max_model_len] if config.env.max_model_len <= number < tokens]
     best = next(filter(fits, lower), None)
     others = "lower max_model_len or num_envs, or set gradient_checkpointing or lora_r"
     return others if best is None else f"give max_tokens={best}"
 
 
 def with_max_tokens(
-    config: RunConfig, saved: Mapping[str, Any] | None, device: torch.device, distributed: Distributed
-) -> RunConfig:
+    config: RunSettings, saved: Mapping[str, Any] | None, device: torch.device, distributed: Distributed
+) -> RunSettings:
     """The settings with a number of ``max_tokens``.
 
     A given number counts. Else a resumed run takes the number that it was saved with, unless
@@ -216,23 +215,25 @@ def with_max_tokens(
         device: of model and training.
         distributed: the training processes.
     """
-    if config.max_tokens is not None:
+    if config.trainer.max_tokens is not None:
         return config
     here = distributed.all_gather([platform.node()]).count(platform.node())
     free, _ = trainer_memory(config, device, here)
-    known = None if saved is None or "max_tokens" in config.accept_changes else saved.get("max_tokens")
+    known = None if saved is None or "max_tokens" in config.output.accept_changes else saved.get("max_tokens")
     shards = distributed.world_size if distributed.sharded else 1
     try:
         model = empty_model(config)
-        config = replace(config, max_tokens=known or default_max_tokens(config, model, shards=shards, device=device))
+        config = config.replace(max_tokens=known or default_max_tokens(config, model, shards=shards, device=device))
         advice = what_to_lower(config, model, free, shards=shards, device=device)
         needed = sum(memory_estimate(config, model, shards=shards, device=device).values())
     # A family whose shapes are not known may be trained all the same; what is wrong otherwise is
     # said where it is loaded.
     except (*FAILURES, OSError, ImportError) as error:
-        config = replace(config, max_tokens=known or MOST_TOKENS)
+        config = config.replace(max_tokens=known or MOST_TOKENS)
         logger.warning(
-            "max_tokens is %d, for the memory of the run cannot be estimated: %s", config.micro_batch_tokens, error
+            "max_tokens is %d, for the memory of the run cannot be estimated: %s",
+            config.trainer.micro_batch_tokens,
+            error,
         )
         return config
     if advice is not None:
@@ -241,12 +242,12 @@ def with_max_tokens(
         logger.warning(
             "the run may take %.1f GiB of memory (max_tokens=%d, max_model_len=%d), and %.1f GiB are free: %s (torchrl-llm doctor "
             "shows the parts)",
-            needed / 2**30, config.max_tokens, config.max_model_len, free / 2**30, advice,
+            needed / 2**30, config.trainer.max_tokens, config.env.max_model_len, free / 2**30, advice,
         )  # fmt: skip
     return config
 
 
-def trainer_memory(config: RunConfig, device: torch.device, processes: int = 1) -> tuple[int, int]:
+def trainer_memory(config: RunSettings, device: torch.device, processes: int = 1) -> tuple[int, int]:
     """Bytes of the device's memory for this training process: free, and in total.
 
     Args:
@@ -258,17 +259,17 @@ def trainer_memory(config: RunConfig, device: torch.device, processes: int = 1) 
             GPU of its own.
 
     Examples:
-        >>> trainer_memory(RunConfig(), torch.device("cpu"), processes=2)[1] == host_memory() // 2
+        >>> trainer_memory(RunSettings(), torch.device("cpu"), processes=2)[1] == host_memory() // 2
         True
     """
     if device.type != "cuda":
         return free_memory() // processes, host_memory() // processes
     free, total = torch.cuda.mem_get_info(device)
-    engine = 0 if config.sleep_mode else engine_memory(config, device)
+    engine = 0 if config.engine.sleep_mode else engine_memory(config, device)
     return free - engine, total - engine
 
 
-def engine_memory(config: RunConfig, device: torch.device, card: int | None = None) -> int:
+def engine_memory(config: RunSettings, device: torch.device, card: int | None = None) -> int:
     """Bytes of ``device`` that a vLLM engine takes for itself while it is awake; 0 where there is
     none on that GPU.
 
@@ -278,25 +279,25 @@ def engine_memory(config: RunConfig, device: torch.device, card: int | None = No
         card: bytes of its memory; ``None``: as PyTorch finds them.
 
     Examples:
-        >>> engine_memory(RunConfig(policy="vllm"), torch.device("cpu"))
+        >>> engine_memory(RunSettings.from_values(policy="vllm"), torch.device("cpu"))
         0
     """
-    elsewhere = config.collector == "ray" or config.weight_sync == "nccl"
-    if config.policy != "vllm" or elsewhere or device.type != "cuda":
+    elsewhere = config.rollouts.collector == "ray" or config.engine.weight_sync == "nccl"
+    if config.rollouts.policy != "vllm" or elsewhere or device.type != "cuda":
         return 0
     return int(engine_share(config, device) * (card or torch.cuda.mem_get_info(device)[1]))
 
 
-def engine_weights(config: RunConfig, model: Any) -> int:
+def engine_weights(config: RunSettings, model: Any) -> int:
     """Bytes of the weights that an engine holds on each of its GPUs.
 
     Args:
         model: :func:`empty_model`.
     """
-    return model.num_parameters() * _engine_bytes(config) // (config.tensor_parallel_size or 1)
+    return model.num_parameters() * _engine_bytes(config) // (config.engine.tensor_parallel_size or 1)
 
 
-def engine_context(config: RunConfig, model: Any) -> int:
+def engine_context(config: RunSettings, model: Any) -> int:
     """Bytes of the keys and values of a context of ``max_model_len`` tokens in an engine, on all
     its GPUs together.
 
@@ -306,10 +307,10 @@ def engine_context(config: RunConfig, model: Any) -> int:
     Raises:
         ConfigError: the model's configuration does not say how large its layers are.
     """
-    return _cached_numbers(model) * _engine_bytes(config) * config.max_model_len
+    return _cached_numbers(model) * _engine_bytes(config) * config.env.max_model_len
 
 
-def engine_contexts(config: RunConfig, model: Any, memory: int) -> int:
+def engine_contexts(config: RunSettings, model: Any, memory: int) -> int:
     """How many whole contexts of ``max_model_len`` tokens an engine can hold at most, beside its
     weights.
 
@@ -321,24 +322,24 @@ def engine_contexts(config: RunConfig, model: Any, memory: int) -> int:
         ConfigError: as :func:`engine_context`.
 
     Examples:
-        >>> config = RunConfig(model_path="tiny", policy="vllm", max_model_len=256)
+        >>> config = RunSettings.from_values(model_path="tiny", policy="vllm", max_model_len=256)
         >>> model = empty_model(config)
         >>> room = 10 * engine_context(config, model)
         >>> engine_contexts(config, model, engine_weights(config, model) + room), engine_contexts(config, model, 0)
         (10, 0)
     """
-    free = (memory - engine_weights(config, model)) * (config.tensor_parallel_size or 1)
+    free = (memory - engine_weights(config, model)) * (config.engine.tensor_parallel_size or 1)
     return max(0, free // engine_context(config, model))
 
 
-def _engine_bytes(config: RunConfig) -> int:
+def _engine_bytes(config: RunSettings) -> int:
     """Bytes of a number in an engine."""
-    dtype = config.engine_dtype or config.dtype
+    dtype = config.engine.engine_dtype or config.model.dtype
     # vLLM's "auto" narrows float32
     return _HALF if dtype == "auto" else int(getattr(torch, dtype).itemsize)
 
 
-def _kept(config: RunConfig, model: Any, shards: int, device: torch.device) -> dict[str, int]:
+def _kept(config: RunSettings, model: Any, shards: int, device: torch.device) -> dict[str, int]:
     """The parts that do not depend on ``max_tokens``."""
     weights = _weights(config, model)
     if shards > 1:
@@ -349,14 +350,14 @@ def _kept(config: RunConfig, model: Any, shards: int, device: torch.device) -> d
     return {**weights, **_casts(config, model, device), **_sampler(config, model, device)}
 
 
-def _weights(config: RunConfig, model: Any) -> dict[str, int]:
+def _weights(config: RunSettings, model: Any) -> dict[str, int]:
     parameters, size, lora = model.num_parameters(), _bytes(config, model), make_lora(config)
-    critics = config.algo == "LLMPPO" and config.critic_trunk == "separate"
+    critics = config.algo == "LLMPPO" and config.weights.critic_trunk == "separate"
     if lora is None:
-        copies = 4 * parameters if config.has_reference and config.teacher is None else 0
+        copies = 4 * parameters if config.has_reference and config.model.teacher is None else 0
         trained = _TRAINED * parameters * (1 + critics)
         return {"trained weights": trained, **_start(config, parameters), "reference": copies, **_teacher(config)}
-    base = parameters * (_NF4 if config.quantization else size + (_HALF if config.base_products else 0))
+    base = parameters * (_NF4 if config.model.quantization else size + (_HALF if config.model.base_products else 0))
     with torch.device("meta"), warnings.catch_warnings():
         # PEFT asks transformers under a name that transformers has renamed.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
@@ -367,14 +368,14 @@ def _weights(config: RunConfig, model: Any) -> dict[str, int]:
     return {**parts, "reference": own, **_teacher(config)}
 
 
-def _start(config: RunConfig, trained: int) -> dict[str, int]:
+def _start(config: RunSettings, trained: int) -> dict[str, int]:
     """The copy that a trust region keeps of the actor's ``trained`` weights."""
-    return {} if config.target_kl is None else {_START: 4 * trained}
+    return {} if config.trainer.target_kl is None else {_START: 4 * trained}
 
 
-def _casts(config: RunConfig, model: Any, device: torch.device) -> dict[str, int]:
+def _casts(config: RunSettings, model: Any, device: torch.device) -> dict[str, int]:
     """Autocast's copies of float32 weights, which the backward of a micro-batch needs."""
-    wide = not config.lora_r or (_bytes(config, model) == 4 and not config.quantization)
+    wide = not config.weights.lora_r or (_bytes(config, model) == 4 and not config.model.quantization)
     return (
         {"weights in half precision": _HALF * model.num_parameters()}
         if wide and _autocast(config, model, device)
@@ -382,47 +383,47 @@ def _casts(config: RunConfig, model: Any, device: torch.device) -> dict[str, int
     )
 
 
-def _autocast(config: RunConfig, model: Any, device: torch.device) -> bool:
+def _autocast(config: RunSettings, model: Any, device: torch.device) -> bool:
     return mixed_precision(config, device, model.config.dtype) != "no"
 
 
-def _teacher(config: RunConfig) -> dict[str, int]:
-    if config.teacher is None:
+def _teacher(config: RunSettings) -> dict[str, int]:
+    if config.model.teacher is None:
         return {}
     settings = find_teacher(config)[1]
     model = empty_model(settings)
-    size = _NF4 if settings.quantization else _bytes(settings, model)
+    size = _NF4 if settings.model.quantization else _bytes(settings, model)
     return {"teacher": int(model.num_parameters() * size)}
 
 
-def _activations(config: RunConfig, model: Any, tokens: int, device: torch.device) -> dict[str, int]:
+def _activations(config: RunSettings, model: Any, tokens: int, device: torch.device) -> dict[str, int]:
     text = model.config.get_text_config()
     layers, hidden, width = (_size(text, name) for name in ("num_hidden_layers", "hidden_size", "intermediate_size"))
     autocast = _autocast(config, model, device)
     narrow = autocast or _bytes(config, model) == _HALF
     size = _HALF if narrow else 4
     layer = size * (_HIDDEN * hidden + _WIDTH * width)
-    if narrow and config.lora_r and not autocast:
+    if narrow and config.weights.lora_r and not autocast:
         layer += 4 * (_CAST_HIDDEN * hidden + _CAST_WIDTH * width) - size * (hidden + width)
     # Recomputed one layer at a time, from the inputs of all.
-    kept = size * layers * hidden + layer if config.gradient_checkpointing else layers * layer
+    kept = size * layers * hidden + layer if config.model.gradient_checkpointing else layers * layer
     rows = embedding_of(model).shape[0]
-    logits = _LOGIT * min(config.chunk_logits or default_chunk_logits(device), tokens * rows)
+    logits = _LOGIT * min(config.model.chunk_logits or default_chunk_logits(device), tokens * rows)
     # The backward of the head comes before the layers' backward: the one that is recomputed is not
     # there yet.
     return {
         "activations": tokens * kept,
-        "logits": max(0, logits - tokens * layer) if config.gradient_checkpointing else logits,
+        "logits": max(0, logits - tokens * layer) if config.model.gradient_checkpointing else logits,
     }
 
 
-def _sampler(config: RunConfig, model: Any, device: torch.device) -> dict[str, int]:
+def _sampler(config: RunSettings, model: Any, device: torch.device) -> dict[str, int]:
     """At most: contexts and rows are as long as their longest."""
-    size = 4 if not config.lora_r else _bytes(config, model)
-    cache = _cached_numbers(model) * size * config.slots * config.max_model_len
-    rows = {"rows": _ROW * config.batch_size * config.max_model_len}
+    size = 4 if not config.weights.lora_r else _bytes(config, model)
+    cache = _cached_numbers(model) * size * config.slots * config.env.max_model_len
+    rows = {"rows": _ROW * config.rollouts.batch_size * config.env.max_model_len}
     # an engine takes its own share of the memory, whatever its contexts need
-    if config.policy != "hf":
+    if config.rollouts.policy != "hf":
         return rows
     head = model.get_output_embeddings().weight
     packs = packs_head(head.numel(), torch.float32 if size == 4 else torch.float16, device)
@@ -448,7 +449,7 @@ def _size(text: Any, name: str) -> int:
     return value
 
 
-def _bytes(config: RunConfig, model: Any) -> int:
+def _bytes(config: RunSettings, model: Any) -> int:
     """Bytes of a weight of the base, or of what training computes in."""
-    dtype = model.config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype = model.config.dtype if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
     return int((dtype or torch.float32).itemsize)

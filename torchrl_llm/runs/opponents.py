@@ -14,7 +14,7 @@ from torchrl_llm.envs import ChatFormatter, SelfPlayEnv
 from torchrl_llm.metrics import Evaluation, wilson_interval
 from torchrl_llm.modules import ActorCritic, HFPolicy, PlayerPolicy, SamplingConfig, TurnPolicy, load_actor_critic
 from torchrl_llm.runs import build
-from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.demonstrations import find_demonstrations
 from torchrl_llm.runs.saved import find_saved_model, for_run, load_saved_model
 from torchrl_llm.runs.sources import MODELS, model_path
@@ -102,9 +102,9 @@ def play_match(env: SelfPlayEnv, policy: TurnPolicy, opponent: TurnPolicy, games
 
 
 def make_opponent(
-    config: RunConfig, formatter: ChatFormatter, sampling: SamplingConfig, models: ActorCritic | None = None
+    config: RunSettings, formatter: ChatFormatter, sampling: SamplingConfig, models: ActorCritic | None = None
 ) -> TurnPolicy:
-    """The policy that ``config.opponent`` names.
+    """The policy that ``config.env.opponent`` names.
 
     Args:
         config: the settings of the run.
@@ -116,13 +116,13 @@ def make_opponent(
         ConfigError: there is no such player or model, it has another tokenizer, or none is named
             and there is no run.
     """
-    if config.opponent is None:
+    if config.env.opponent is None:
         if models is None:
             raise ConfigError(
                 "opponent is None, the weights that a run starts from, and there is no run here: name a player or a model."
             )
         return _start(config, formatter.tokenizer, sampling, models)
-    found = _find(config.opponent)
+    found = _find(config.env.opponent)
     if isinstance(found, str):
         return _saved(config, found, formatter.tokenizer, sampling)
     return PlayerPolicy(
@@ -130,7 +130,7 @@ def make_opponent(
         formatter.tokenizer,
         formatter.answer,
         max_output_tokens=sampling.max_output_tokens,
-        seed=config.seed,
+        seed=config.trainer.seed,
     )
 
 
@@ -142,11 +142,11 @@ def _find(given: str) -> Any:
     return given if isinstance(found, Path) else found
 
 
-def _start(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, models: ActorCritic) -> HFPolicy:
+def _start(config: RunSettings, tokenizer: Any, sampling: SamplingConfig, models: ActorCritic) -> HFPolicy:
     """The weights that a run starts from, frozen."""
-    if config.lora_r and config.init_from is None:
+    if config.weights.lora_r and config.weights.init_from is None:
         # The base of LoRA with its adapters off, which costs no memory.
-        return HFPolicy(models.model, tokenizer, sampling, seed=config.seed)
+        return HFPolicy(models.model, tokenizer, sampling, seed=config.trainer.seed)
     start = load_actor_critic(
         model_path(config),
         tokenizer=tokenizer,
@@ -155,16 +155,16 @@ def _start(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, models: 
         device=next(models.model.parameters()).device,
         **build.given_options(config, *build.MODEL, "seed"),
     )
-    if config.init_from is not None:
-        start.load_pretrained(config.init_from, merge_lora_configs=config.merge_lora_configs)
-    return HFPolicy(start.model, tokenizer, sampling, adapter=start.adapter, seed=config.seed)
+    if config.weights.init_from is not None:
+        start.load_pretrained(config.weights.init_from, merge_lora_configs=config.weights.merge_lora_configs)
+    return HFPolicy(start.model, tokenizer, sampling, adapter=start.adapter, seed=config.trainer.seed)
 
 
-def _saved(config: RunConfig, path: str, tokenizer: Any, sampling: SamplingConfig) -> HFPolicy:
+def _saved(config: RunSettings, path: str, tokenizer: Any, sampling: SamplingConfig) -> HFPolicy:
     saved = find_saved_model(path)
     loaded = load_saved_model(saved, saved.config(only_model=True, **for_run(config)))
     if loaded.tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
             f"opponent={path!r} has another tokenizer than the run, whose environments write its contexts: take one of the same family."
         )
-    return HFPolicy(loaded.models.model, tokenizer, sampling, adapter=loaded.models.adapter, seed=config.seed)
+    return HFPolicy(loaded.models.model, tokenizer, sampling, adapter=loaded.models.adapter, seed=config.trainer.seed)

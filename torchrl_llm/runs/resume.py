@@ -14,7 +14,7 @@ from torchrl.record.loggers import Logger
 
 from torchrl_llm.collectors.collector import base_env
 from torchrl_llm.runs.build import adamw_options
-from torchrl_llm.runs.config import HOW_TO_RUN, ConfigError, RunConfig
+from torchrl_llm.runs.config import HOW_TO_RUN, ConfigError, RunSettings
 from torchrl_llm.runs.identity import config_changes, environment
 from torchrl_llm.runs.outputs import write_json
 from torchrl_llm.runs.run_folder import RunFolder
@@ -39,7 +39,7 @@ class Start(NamedTuple):
     manifest: dict[str, Any]
 
 
-def find_start(config: RunConfig, folder: RunFolder, python_parts: Mapping[str, str]) -> Start | None:
+def find_start(config: RunSettings, folder: RunFolder, python_parts: Mapping[str, str]) -> Start | None:
     """The checkpoint to continue, if any; ``folder`` and the checkpoint are checked, and nothing is
     changed.
 
@@ -50,28 +50,28 @@ def find_start(config: RunConfig, folder: RunFolder, python_parts: Mapping[str, 
             :class:`~torchrl_llm.runs.CheckpointStore` has them.
 
     Raises:
-        ConfigError: the run differs from the checkpoint's in what ``config.accept_changes``
+        ConfigError: the run differs from the checkpoint's in what ``config.output.accept_changes``
             does not name, or the checkpoint is of version 0.1.0.
     """
     folder.check()
     checkpoints = folder.checkpoints
     latest = checkpoints.latest()
-    if not config.resume:
-        if latest is not None and not config.overwrite:
+    if not config.output.resume:
+        if latest is not None and not config.output.overwrite:
             raise ConfigError(
-                f"{config.output_dir} holds a run already (checkpoint {latest}): resume=true continues it, overwrite=true "
+                f"{config.output.output_dir} holds a run already (checkpoint {latest}): resume=true continues it, overwrite=true "
                 "replaces it, or choose another output_dir."
             )
         return None
-    if config.resume_from is None:
+    if config.output.resume_from is None:
         start = latest
     else:
-        start = config.resume_from.resolve()
+        start = config.output.resume_from.resolve()
         if start.parent == checkpoints.directory.resolve():
             start = checkpoints.directory / start.name
         elif latest is not None:
             raise ConfigError(
-                f"resume_from is {config.resume_from}, but {config.output_dir} holds another run (checkpoint {latest}): "
+                f"resume_from is {config.output.resume_from}, but {config.output.output_dir} holds another run (checkpoint {latest}): "
                 "resume=true without resume_from continues that one, or choose another output_dir."
             )
     if start is None:
@@ -88,12 +88,12 @@ def find_start(config: RunConfig, folder: RunFolder, python_parts: Mapping[str, 
     return Start(start, manifest)
 
 
-def _check_same(config: RunConfig, python_parts: Mapping[str, str], saved: dict[str, Any], start: Path) -> None:
+def _check_same(config: RunSettings, python_parts: Mapping[str, str], saved: dict[str, Any], start: Path) -> None:
     # Of a checkpoint that an earlier version wrote it is not known what its run was given. A
     # setting that there was not yet is compared by its default, which is what that run did.
-    before = {**RunConfig().as_json(), **saved["config"], **saved.get("python_parts", python_parts)}
+    before = {**RunSettings().as_json(), **saved["config"], **saved.get("python_parts", python_parts)}
     present_settings = {**config.as_json(), **python_parts}
-    changes = config_changes(before, present_settings, ignore=[*HOW_TO_RUN, *config.accept_changes])
+    changes = config_changes(before, present_settings, ignore=[*HOW_TO_RUN, *config.output.accept_changes])
     if changes:
         listed = "; ".join(f"{name} was {brief(old)}, is {brief(new)}" for name, (old, new) in changes.items())
         raise ConfigError(
@@ -119,7 +119,7 @@ class OpenFolder(Callback):
         info: the content of ``run.json``.
     """
 
-    def __init__(self, config: RunConfig, folder: RunFolder, start: Path | None, info: Mapping[str, Any]) -> None:
+    def __init__(self, config: RunSettings, folder: RunFolder, start: Path | None, info: Mapping[str, Any]) -> None:
         self.config, self.folder, self.start, self.info, self.opened = config, folder, start, info, False
         # the folder stays locked when training ends, because the caller writes there
         self.until_close = False
@@ -138,7 +138,7 @@ class OpenFolder(Callback):
             # killed.
             ended = {"stop_reason": trainer.stop_reason or "interrupted, or ended by an error"}
             with suppress(OSError):  # the report of a run must not hide why it ends
-                write_json({**self.info, **ended}, self.config.output_dir / "run.json")
+                write_json({**self.info, **ended}, self.config.output.output_dir / "run.json")
         if not self.until_close:
             self.folder.close()
 
@@ -152,24 +152,24 @@ class OpenFolder(Callback):
 
     def _begin_files(self) -> list[Logger]:
         """Write the first files of the folder; if this fails, the folder is put back as it was."""
-        self.config.save(self.config.output_dir / "config.yaml")
-        write_json(self.info, self.config.output_dir / "run.json")
+        self.config.save(self.config.output.output_dir / "config.yaml")
+        write_json(self.info, self.config.output.output_dir / "run.json")
         return make_loggers(self.config)
 
 
-def accept_changes(config: RunConfig, trainer: LLMTrainer, saved: dict[str, Any]) -> None:
-    """Apply the settings that ``config.accept_changes`` names and that the checkpoint's state has
-    overwritten."""
+def accept_changes(config: RunSettings, trainer: LLMTrainer, saved: dict[str, Any]) -> None:
+    """Apply the settings that ``config.output.accept_changes`` names and that the checkpoint's
+    state has overwritten."""
     for group in trainer.optimizer.param_groups:
         # Without the learning rates, which the schedule sets before each update.
         group |= adamw_options(config)
     changes: dict[str, Any] = {}
-    if saved.get("adaptive_mixture") and not config.adaptive_mixture:
+    if saved.get("adaptive_mixture") and not config.env.adaptive_mixture:
         changes["success"] = None  # the last rates would decide for ever
-    if saved["seed"] != config.seed:  # a second resume finds the new seed in its checkpoint
-        trainer.generator.manual_seed(config.seed)
+    if saved["seed"] != config.trainer.seed:  # a second resume finds the new seed in its checkpoint
+        trainer.generator.manual_seed(config.trainer.seed)
         # The next tasks have the new seed; the counter continues, so that ids stay unique.
-        changes["seed"] = config.seed
+        changes["seed"] = config.trainer.seed
     if changes:
         env: Any = base_env(trainer.collector.env)
         env.task_sampler = replace(env.task_sampler, **changes)

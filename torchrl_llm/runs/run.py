@@ -31,7 +31,7 @@ from torchrl_llm.runs.assembly import (
 )
 from torchrl_llm.runs.checkpoint import CheckpointStore
 from torchrl_llm.runs.checkpoint_files import verify
-from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.recorder import RolloutRecorder
 from torchrl_llm.runs.resume import OpenFolder
 from torchrl_llm.runs.sources import load_tokenizer
@@ -65,7 +65,7 @@ class Run:
         opponent: whom evaluations of ``collector="self_play"`` play against; ``None`` elsewhere.
     """
 
-    config: RunConfig
+    config: RunSettings
     tokenizer: Any
     models: ActorCritic
     policy: TurnPolicy
@@ -80,8 +80,8 @@ class Run:
     opponent: TurnPolicy | None = None
 
     def begin(self) -> None:
-        """Make ``config.output_dir`` this run's, as ``trainer.train()`` does first: an earlier run
-        there is moved aside.
+        """Make ``config.output.output_dir`` this run's, as ``trainer.train()`` does first: an
+        earlier run there is moved aside.
 
         To be called before something is written there; to build a run changes nothing. A second
         call does nothing. No other process may run there before :meth:`close`, or, where this was
@@ -91,14 +91,14 @@ class Run:
         self.open_folder.on_start(self.trainer)
 
     def final_evaluation(self, *, greedy: bool = False) -> Evaluation:
-        """Evaluate on ``config.final_episodes`` tasks that nothing else uses."""
+        """Evaluate on ``config.evaluation.final_episodes`` tasks that nothing else uses."""
         env = self.make_env(stream="test")
         try:
             with self.trainer.policy_weights():
                 return evaluate(
                     env,
                     self.policy,
-                    self.config.final_episodes,
+                    self.config.evaluation.final_episodes,
                     greedy=greedy,
                     distributed=self.trainer.distributed,
                     seen_tasks=self.trainer.seen_tasks,
@@ -200,7 +200,7 @@ class Run:
 
 
 def build_run(
-    config: RunConfig,
+    config: RunSettings,
     *,
     env: Any = None,
     make_env: Callable[..., GEMEnv] | None = None,
@@ -214,13 +214,13 @@ def build_run(
     Args:
         config: the settings.
         env: a factory of text environments, for :class:`~torchrl_llm.envs.GEMEnv`, instead of
-            ``config.env_name``.
+            ``config.env.env_name``.
         make_env: makes the environments of all streams from the keyword arguments of ``GEMEnv``,
             such as ``partial(PromptDatasetEnv, splits, reward_fn)``; default ``GEMEnv`` itself.
             Excludes ``env``.
         make_loss: makes the loss, ``make_loss(config, models)``, of ``models.actor`` and
-            ``models.critic``; :meth:`RunConfig.loss_options` gives it the loss's settings. Default:
-            :func:`make_objective`.
+            ``models.critic``; :meth:`RunSettings.loss_options` gives it the loss's settings.
+            Default: :func:`make_objective`.
         callbacks: added to the progress bar.
         components: further objects with ``state_dict`` and ``load_state_dict``, by name: they are
             saved in the run's checkpoints, and continue with a resumed run.
@@ -252,11 +252,11 @@ def build_run(
             policy=rollouts.policy,
             loss=loss,
             optimizer=build.make_optimizer(config, networks.models),
-            config=config,
+            config=config.trainer,
             reference=reference,
             weight_sync=rollouts.weight_sync,
             evaluator=rollouts.evaluator,
-            checkpoints=watchers.checkpoints if config.save_checkpoints else None,
+            checkpoints=watchers.checkpoints if config.output.save_checkpoints else None,
             callbacks=watchers.callbacks,
             accelerator=place.accelerator,
             seen_tasks=rollouts.seen_tasks,

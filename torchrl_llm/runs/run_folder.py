@@ -33,7 +33,7 @@ from torchrl.record.loggers import Logger
 
 from torchrl_llm.runs.checkpoint import LINKS, CheckpointStore
 from torchrl_llm.runs.checkpoint_files import is_checkpoint
-from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.folder_lock import LOCK, FolderLock
 from torchrl_llm.runs.table import FILE as METRICS
 from torchrl_llm.utils.files import write_text
@@ -82,8 +82,8 @@ class RunFolder:
         config: ``output_dir`` is the folder. Nothing is made or changed before :meth:`open`.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config, self.path = config, config.output_dir.absolute()
+    def __init__(self, config: RunSettings) -> None:
+        self.config, self.path = config, config.output.output_dir.absolute()
         self.checkpoints = CheckpointStore(self.path / "checkpoints", models=None)
         self._locks: list[FolderLock] = []
 
@@ -230,7 +230,7 @@ class RunFolder:
         if start is not None:
             start = self.checkpoints.own_place(start)  # clean() moves it there
         self.checkpoints.clean()
-        if not self.config.overwrite:
+        if not self.config.output.overwrite:
             for old in self._asides(_REPLACED):
                 # by a run that did not get far; overwrite is not asked for any more
                 _write_mark(old, _KEPT)
@@ -265,10 +265,10 @@ class RunFolder:
             return self._move(newer[::-1], _KEPT, f"{start} is continued, and is the newest now") if newer else None
         aside = None
         if self.checkpoints.checkpoints() or any(item for pattern in _WORK for item in self.path.glob(pattern)):
-            aside = self._move(self._items(), _REPLACED if self.config.overwrite else _KEPT, "a new run starts")
+            aside = self._move(self._items(), _REPLACED if self.config.output.overwrite else _KEPT, "a new run starts")
         else:
             self._discard(self.path)
-        if start is not None and self.config.save_checkpoints:
+        if start is not None and self.config.output.save_checkpoints:
             self._adopt(start)
         return aside
 

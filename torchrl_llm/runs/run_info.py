@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from torchrl_llm.objectives import TurnLoss
-from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.effective_settings import as_text, changed_settings, effective_settings
 from torchrl_llm.runs.identity import environment
 
 
 def run_info(
-    config: RunConfig, loss: TurnLoss | None = None, given: Mapping[str, str] = MappingProxyType({})
+    config: RunSettings, loss: TurnLoss | None = None, given: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
     """When and where a run was started (or resumed), with which versions, and its settings.
 
@@ -36,16 +36,16 @@ def run_info(
         ``"seed"``, ``"environment"`` (versions, threads, revision) and ``"machine"``.
 
     Examples:
-        >>> run_info(RunConfig(seed=3, batch_size=8))["changed"]
+        >>> run_info(RunSettings.from_values(seed=3, batch_size=8))["changed"]
         {'batch_size': ['8', '32'], 'seed': ['3', '0']}
     """
-    names = config.env_name if isinstance(config.env_name, str) else ", ".join(config.env_name)
+    names = config.env.env_name if isinstance(config.env.env_name, str) else ", ".join(config.env.env_name)
     values = {name: as_text(value) for name, value in effective_settings(config, loss).items()}
     return {
         "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "title": f"{config.algo} on {names}",
-        "model": config.model_path,
-        "seed": config.seed,
+        "model": config.model.model_path,
+        "seed": config.trainer.seed,
         "settings": {**values, **given},
         "changed": changed_settings(config, loss) | {name: [text, "None"] for name, text in given.items()},
         "environment": environment(),

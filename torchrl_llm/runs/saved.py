@@ -19,32 +19,34 @@ from typing import Any
 from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, UnknownEnvironmentError, register_env_family
 from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic, weights
 from torchrl_llm.modules.lm import max_positions
+from torchrl_llm.modules.sampling import SamplingConfig
 from torchrl_llm.runs import build
 from torchrl_llm.runs.checkpoint import CheckpointStore
 from torchrl_llm.runs.checkpoint_files import verify
-from torchrl_llm.runs.config import HOW_TO_RUN, RunConfig, SamplingSettings
+from torchrl_llm.runs.config import HOW_TO_RUN, RunSettings
 from torchrl_llm.runs.device import choose_device
 from torchrl_llm.runs.run_folder import MARK
-from torchrl_llm.runs.settings import ATTENTION, FORMATTER, EnvConfig, TemplateConfig, names_of
+from torchrl_llm.runs.settings import ATTENTION, FORMATTER, ChatSettings, EnvSettings, names_of
 from torchrl_llm.runs.settings_file import read_settings, write_settings
 from torchrl_llm.runs.sources import MODELS, load_model_config, load_tokenizer, model_path
 from torchrl_llm.runs.trust import check_base, check_kept
 from torchrl_llm.utils.hints import nearest
-from torchrl_llm.utils.options import ConfigError, check_value, options_of
+from torchrl_llm.utils.options import ConfigError, check_value
+from torchrl_llm.utils.sections import in_sections, settings_of
 
 SETTINGS = "run_config.yaml"
 """The settings of its run in the folder of an exported model, and in a run's own ``merged``."""
 
 USED = (
     # of training, as it learns from results
-    *(name for name in names_of(EnvConfig) if name != "adaptive_mixture"),
-    *(*names_of(SamplingSettings), "seed", "dtype", "device", "attn_implementation", "trust_remote_code"),
+    *(name for name in (*names_of(ChatSettings), *names_of(EnvSettings)) if name != "adaptive_mixture"),
+    *(*names_of(SamplingConfig), "seed", "dtype", "device", "attn_implementation", "trust_remote_code"),
     *("quantization", "step_timeout", "env_threads", "max_faults"),
 )
 """The settings that a trained model is used with; all others are of training."""
 
 OF_THE_MODEL = (
-    *("max_model_len", *names_of(SamplingSettings), "seed", *names_of(TemplateConfig)),
+    *("max_model_len", *names_of(SamplingConfig), "seed", *names_of(ChatSettings)),
     *("dtype", "device", "attn_implementation", "trust_remote_code", "quantization"),
 )
 """The names in :data:`USED` that are left where it only samples, without an environment."""
@@ -78,7 +80,7 @@ class SavedModel:
         """Whether it is an adapter on a base model, and not a whole model."""
         return weights.holds_adapter(self.weights)
 
-    def config(self, *, only_model: bool = False, **changes: Any) -> RunConfig:
+    def config(self, *, only_model: bool = False, **changes: Any) -> RunSettings:
         """The settings to use the model with: its run's, as far as they are not about
         training.
 
@@ -118,7 +120,7 @@ class SavedModel:
                 kept.pop(name, None)
         check_kept(kept, self.path)
         tokenizer = {} if self.tokenizer is None else {"tokenizer_path": str(self.tokenizer)}
-        return RunConfig(**{**base, **tokenizer, **kept, **changes})
+        return RunSettings.from_values(**{**base, **tokenizer, **kept, **changes})
 
 
 def find_saved_model(path: str | Path) -> SavedModel:
@@ -136,7 +138,7 @@ def find_saved_model(path: str | Path) -> SavedModel:
         MissingExtraError: it is ``"smollm2"``, which is not installed.
 
     Examples:
-        >>> find_saved_model("tiny").config(env_name="game:Wordle-v0").env_name
+        >>> find_saved_model("tiny").config(env_name="game:Wordle-v0").env.env_name
         'game:Wordle-v0'
     """
     given = str(path)
@@ -169,19 +171,23 @@ def find_saved_model(path: str | Path) -> SavedModel:
 
 
 def _checked(settings: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """The settings of a checkpoint. :class:`RunConfig` checks those that it is used with; here are
-    those that are shown."""
-    options, missing = options_of(RunConfig), RunConfig().as_json()
+    """The settings of a checkpoint. :class:`RunSettings` checks those that it is used with; here
+    are those that are shown."""
+    options, missing = settings_of(RunSettings), RunSettings().as_json()
     for name in ("algo", "lora_r", "model_path", "env_name", "final_episodes", "evaluation_episodes"):
         check_value(f"{path}: {name}", settings.get(name, missing[name]), options[name].hint)
     return {**missing, **settings}
 
 
-def for_run(config: RunConfig) -> dict[str, Any]:
+def for_run(config: RunSettings) -> dict[str, Any]:
     """The settings of a run that hold for each model that it loads beside its own, whatever that
     one was trained with."""
-    attention = {"attn_implementation": config.attn_implementation} if config.attn_implementation in ATTENTION else {}
-    return {"device": config.device, "trust_remote_code": config.trust_remote_code, **attention}
+    attention = (
+        {"attn_implementation": config.model.attn_implementation}
+        if config.model.attn_implementation in ATTENTION
+        else {}
+    )
+    return {"device": config.model.device, "trust_remote_code": config.model.trust_remote_code, **attention}
 
 
 def settings_for_use(settings: Mapping[str, Any], *, env_from_python: bool) -> dict[str, Any]:
@@ -200,7 +206,8 @@ def settings_for_use(settings: Mapping[str, Any], *, env_from_python: bool) -> d
 def write_settings_beside(settings: Mapping[str, Any], folder: Path) -> None:
     """Write the settings of a run into the folder of its model, without those about how it was
     run."""
-    write_settings({name: value for name, value in settings.items() if name not in HOW_TO_RUN}, folder / SETTINGS)
+    kept = {name: value for name, value in settings.items() if name not in HOW_TO_RUN}
+    write_settings(in_sections(RunSettings, kept), folder / SETTINGS)
 
 
 def _from_python(env_id: str) -> EnvSpec:
@@ -223,9 +230,9 @@ def _tokenizer_beside(path: Path) -> Path | None:
 def _settings_beside(path: Path) -> dict[str, Any]:
     """The settings of the run that an exported model is of."""
     file = path / SETTINGS
-    # No RunConfig is made of them: it would import the estimator that they name, and the folder may
-    # be a stranger's.
-    return {**RunConfig().as_json(), **dict(read_settings(file, options_of(RunConfig)))} if file.is_file() else {}
+    # No RunSettings is made of them: it would import the estimator that they name, and the folder
+    # may be a stranger's.
+    return {**RunSettings().as_json(), **dict(read_settings(file, RunSettings, by_name=True))} if file.is_file() else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +247,7 @@ class LoadedModel:
         policy: samples with it.
     """
 
-    config: RunConfig
+    config: RunSettings
     tokenizer: Any
     formatter: ChatFormatter
     models: ActorCritic
@@ -256,7 +263,7 @@ class LoadedModel:
 
 
 def environment_of(
-    config: RunConfig, tokenizer: Any = None, *, env: Any = None, make_env: Callable[..., GEMEnv] | None = None
+    config: RunSettings, tokenizer: Any = None, *, env: Any = None, make_env: Callable[..., GEMEnv] | None = None
 ) -> GEMEnv:
     """An environment of the settings, with the tasks of a run's last evaluation.
 
@@ -275,14 +282,14 @@ def environment_of(
     return build.make_environment(config, tokenizer or load_tokenizer(config), make, stream="test")
 
 
-def positions(config: RunConfig) -> int:
+def positions(config: RunSettings) -> int:
     """The tokens that the model of the settings has positions for; where it does not say,
-    ``config.max_model_len``."""
+    ``config.env.max_model_len``."""
     most = max_positions(load_model_config(config).get_text_config())
-    return config.max_model_len if math.isinf(most) else int(most)
+    return config.env.max_model_len if math.isinf(most) else int(most)
 
 
-def load_saved_model(saved: SavedModel, config: RunConfig) -> LoadedModel:
+def load_saved_model(saved: SavedModel, config: RunSettings) -> LoadedModel:
     """Load a trained model; with the same settings it samples the same tokens as in its run.
 
     Args:
@@ -322,9 +329,9 @@ def reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _load(saved: SavedModel, config: RunConfig) -> LoadedModel:
+def _load(saved: SavedModel, config: RunSettings) -> LoadedModel:
     tokenizer = load_tokenizer(config)
-    formatter = ChatFormatter(tokenizer, **{name: getattr(config, name) for name in FORMATTER})
+    formatter = ChatFormatter(tokenizer, **{name: getattr(config.chat, name) for name in FORMATTER})
     sampling = build.make_sampling(config, formatter)
     formatter.stop_ids = sampling.stop_ids or ()
     models = load_actor_critic(
@@ -340,5 +347,5 @@ def _load(saved: SavedModel, config: RunConfig) -> LoadedModel:
     if saved.is_adapter:
         model: Any = models.model
         weights.load_adapters(model, {"actor": saved.weights})
-    policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
+    policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.trainer.seed)
     return LoadedModel(config=config, tokenizer=tokenizer, formatter=formatter, models=models, policy=policy)

@@ -1,4 +1,4 @@
-"""The settings of a run described: by part for ``--help``, and as a JSON schema for editors and
+"""The settings of a run described: by section for ``--help``, and as a JSON schema for editors and
 checks of YAML files."""
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import types
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from torchrl_llm.runs.config import RunConfig, shown_default
-from torchrl_llm.utils.options import Range, describe, meanings, options_of
+from torchrl_llm.runs.config import RunSettings, shown_default
+from torchrl_llm.utils.options import Checked, Range, describe, options_of
+from torchrl_llm.utils.sections import meanings_of, section_of, sections_of, settings_of
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "string", dict: "object"}
 
@@ -25,48 +26,45 @@ def plain(docstring: str) -> str:
     return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", docstring).replace("``", "")
 
 
-def settings_by_part() -> dict[str, tuple[str, ...]]:
-    """The settings by the part that owns them: the first sentence of its docstring -> names.
+def title_of(section: type[Checked]) -> str:
+    """The first sentence of the docstring of a section.
 
     Examples:
-        >>> settings_by_part()["AdamW"]
-        ('lr_actor', 'lr_critic', 'weight_decay', 'adam_beta2')
+        >>> title_of(sections_of(RunSettings)["optim"])
+        'AdamW'
     """
-    parts: dict[str, tuple[str, ...]] = {}
-    for part in reversed(RunConfig.__mro__):
-        # Named tuples and other bases own no settings; a part that inherits another has its own
-        # fields only here.
-        own = tuple(name for name in vars(part).get("__annotations__", {}) if name in options_of(RunConfig))
-        if own:
-            title = plain(inspect.getdoc(part) or "").partition("\n")[0].partition(". ")[0].rstrip(".")
-            parts[title] = (*parts.get(title, ()), *own)
-    return parts
+    said = " ".join(plain(inspect.getdoc(section) or "").partition("\n\n")[0].split())
+    return said.partition(". ")[0].rstrip(".")
 
 
 def settings_schema() -> dict[str, Any]:
-    """The JSON schema (draft 7) of a YAML file of settings: types, ranges, choices, defaults and
-    meanings.
+    """The JSON schema (draft 7) of a YAML file of settings: sections, types, ranges, choices,
+    defaults and meanings.
 
-    Rules about two settings together are :class:`~torchrl_llm.runs.RunConfig`'s; a schema does not
-    have them.
+    Rules about two settings together are :class:`~torchrl_llm.runs.RunSettings`'s; a schema does
+    not have them.
 
     Examples:
-        >>> settings_schema()["properties"]["epochs"]
+        >>> settings_schema()["properties"]["trainer"]["properties"]["epochs"]
         {'description': 'Passes over each batch. Default: 1.', 'type': 'integer', 'minimum': 1, 'default': 1}
     """
-    meaning, defaults = meanings(RunConfig), RunConfig().as_json()
-    properties = {
+    meaning, defaults = meanings_of(RunSettings), RunSettings().as_json()
+    described = {
         name: {"description": f"{plain(meaning[name])} Default: {shown_default(name)}.", **_schema(option.hint)}
         | {"default": defaults[name]}
-        for name, option in options_of(RunConfig).items()
+        for name, option in settings_of(RunSettings).items()
     }
-    return {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "title": "Settings of a run of torchrl_llm",
-        "type": "object",
-        "additionalProperties": False,
-        "properties": properties,
+    sections = {
+        name: {"description": f"{title_of(part)}."} | _object({each: described[each] for each in options_of(part)})
+        for name, part in sections_of(RunSettings).items()
     }
+    own = {name: each for name, each in described.items() if section_of(RunSettings, name) is None}
+    title = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Settings of a run of torchrl_llm"}
+    return title | _object(own | sections)
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
 def _schema(hint: Any) -> dict[str, Any]:

@@ -1,18 +1,19 @@
-"""The settings of a run by the part that reads them. Each field is documented where it is declared.
+"""The sections of the settings of a run. Each field is documented where it is declared.
 
-:class:`~torchrl_llm.runs.RunConfig` puts the parts together under flat names; ``--help`` and the
-tables of the documentation show the docstrings of the fields
-(:func:`torchrl_llm.utils.options.meanings`).
+:class:`~torchrl_llm.runs.RunSettings` has them; ``--help`` and the tables of the documentation show
+the docstrings of the fields (:func:`torchrl_llm.utils.options.meanings`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
+from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.options import (
     Checked,
+    ConfigError,
     Count,
     Natural,
     NonNegative,
@@ -34,18 +35,36 @@ def is_template(text: str) -> bool:
     return "{{" in text or "{%" in text
 
 
+def _template_text(given: str) -> str:
+    """The text of a chat template, which is given, or the path of its file."""
+    if is_template(given):
+        return given
+    path = Path(given).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path that cannot be one
+        beside = [str(each) for each in path.parent.glob("*.jinja")]
+        raise ConfigError(
+            f"chat_template is {given!r:.200}, which is not a Jinja template (it has neither {{{{ nor {{%) and no file that can be "
+            f"read ({error}).{nearest(given, beside)}"
+        ) from error
+    if not is_template(text):
+        raise ConfigError(
+            f"chat_template is {given!r}, and that file holds no Jinja template: it has neither {{{{ nor {{%."
+        )
+    return text
+
+
 def names_of(part: type[Checked]) -> tuple[str, ...]:
     """The names of the fields of a part of the settings."""
     return tuple(each.name for each in fields(part))  # type: ignore[arg-type]
 
 
 @dataclass(kw_only=True)
-class WeightsConfig(Checked):
+class WeightsSettings(Checked):
     """The initial weights of a run. A resumed run takes them from its checkpoint, so none of these
     can be changed."""
 
-    algo: Algorithm = "LLMPPO"
-    """The algorithm."""
     critic_trunk: Literal["separate", "shared"] = "separate"
     """The critic has a "separate" adapter (or copy of the model), or is a head on the "shared"
     trunk of the actor (LLMPPO)."""
@@ -68,9 +87,12 @@ class WeightsConfig(Checked):
     merge_lora_configs: bool = False
     """With init_from, accept a checkpoint of other LoRA settings, by merging them."""
 
+    def __post_init__(self) -> None:
+        self.init_from = None if self.init_from is None else Path(self.init_from).expanduser()
+
 
 @dataclass(kw_only=True)
-class ModelConfig(Checked):
+class ModelSettings(Checked):
     """The model, and how it computes."""
 
     model_path: str = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -132,7 +154,7 @@ class ModelConfig(Checked):
 
 
 @dataclass(kw_only=True)
-class TemplateConfig(Checked):
+class ChatSettings(Checked):
     """How messages become the text that the model reads."""
 
     system_prompt: str | None = None
@@ -155,13 +177,16 @@ class TemplateConfig(Checked):
     """The day that a chat template shows as today's date (2026-11-25); None takes the day on which
     the run starts, which resumed runs, eval and chat keep."""
 
+    def __post_init__(self) -> None:
+        self.chat_template = None if self.chat_template is None else _template_text(self.chat_template)
 
-FORMATTER = tuple(name for name in names_of(TemplateConfig) if name != "chat_template")
+
+FORMATTER = tuple(name for name in names_of(ChatSettings) if name != "chat_template")
 """Settings of :class:`~torchrl_llm.envs.ChatFormatter`; the chat template is the tokenizer's."""
 
 
 @dataclass(kw_only=True)
-class EnvConfig(TemplateConfig):
+class EnvSettings(Checked):
     """The environment."""
 
     env_name: str | list[str] = "game:GuessTheNumber-v0-easy"
@@ -196,7 +221,7 @@ class EnvConfig(TemplateConfig):
 
 
 @dataclass(kw_only=True)
-class EngineConfig(Checked):
+class EngineSettings(Checked):
     """vLLM's engine (``policy="vllm"``). ``None`` takes the default of
     ``torchrl_llm.modules.load_engine``."""
 
@@ -228,7 +253,7 @@ class EngineConfig(Checked):
 
 
 @dataclass(kw_only=True)
-class RayConfig(Checked):
+class RaySettings(Checked):
     """Workers on Ray (``collector="ray"``)."""
 
     ray_workers: Count | None = None
@@ -240,7 +265,7 @@ class RayConfig(Checked):
 
 
 @dataclass(kw_only=True)
-class RolloutConfig(Checked):
+class RolloutSettings(Checked):
     """How batches are collected."""
 
     policy: Literal["hf", "vllm"] = "hf"
@@ -287,9 +312,23 @@ class RolloutConfig(Checked):
     "package.module:name"; a file of messages (.jsonl, .json or .parquet), or the folder of a run,
     whose recorded episodes are read; None: the model's own episodes (SFT)."""
 
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        made = super().__new__(cls, *args, **options)
+        # In __post_init__ a 1 that was given looks like the default.
+        if options.get("collector") == "self_play" and options.get("group_size") == 1:
+            raise ConfigError(
+                'group_size=1 with collector="self_play", where it is the number of players of a game: expected at least 2; leave it '
+                "out for 2."
+            )
+        return made
+
+    def __post_init__(self) -> None:
+        if self.collector == "self_play" and self.group_size == 1:
+            self.group_size = 2
+
 
 @dataclass(kw_only=True)
-class OptimConfig(Checked):
+class OptimSettings(Checked):
     """AdamW."""
 
     lr_actor: NonNegative = 5e-6
@@ -305,7 +344,7 @@ class OptimConfig(Checked):
 
 
 @dataclass(kw_only=True)
-class ReportConfig(Checked):
+class EvaluationSettings(Checked):
     """Evaluation."""
 
     # The 95 % interval of a rate is at most +-0.06 with 256 different tasks, and +-0.04 with 512.
@@ -318,7 +357,7 @@ class ReportConfig(Checked):
 
 
 @dataclass(kw_only=True)
-class OutputConfig(Checked):
+class OutputSettings(Checked):
     """What is written where, and how a run starts. None of these changes a number of the run."""
 
     output_dir: Path = Path("runs/multiturn")
@@ -366,3 +405,8 @@ class OutputConfig(Checked):
     log_episodes: Natural = 0
     """Episodes of each recording whose text goes to TensorBoard, Weights & Biases and trackio too,
     where they are on."""
+
+    def __post_init__(self) -> None:
+        self.output_dir = Path(self.output_dir).expanduser()
+        if self.resume_from is not None:
+            self.resume, self.resume_from = True, Path(self.resume_from).expanduser()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,8 +14,9 @@ from yaml.constructor import ConstructorError
 from yaml.scanner import ScannerError
 
 from torchrl_llm.utils.files import write_text
-from torchrl_llm.utils.hints import nearest, system_of
-from torchrl_llm.utils.options import ConfigError, Option, check_value, fits
+from torchrl_llm.utils.hints import system_of
+from torchrl_llm.utils.options import Checked, ConfigError, Option, check_value, fits, options_of
+from torchrl_llm.utils.sections import meant, section_of, sections_of, settings_of
 
 RENAMED = {
     "adaptive_tasks": ("adaptive_mixture", "0.2.0"),
@@ -83,57 +85,97 @@ _Dumper.yaml_implicit_resolvers = {
 }
 
 
-def read_settings(path: Path, known: Mapping[str, Option]) -> Iterator[tuple[str, Any]]:
-    """The settings of a YAML file, one by one.
+def read_settings(path: Path, cls: type[Checked], *, by_name: bool = False) -> Iterator[tuple[str, Any]]:
+    """The settings of a YAML file, one by one, without the names of their sections.
 
     Args:
         path: the file.
-        known: the settings that there are, with their annotations.
+        cls: the class of the settings, whose sections the file has
+            (:func:`~torchrl_llm.utils.sections.sections_of`).
+        by_name: take settings outside of sections too, as version 0.2 wrote them.
 
     Raises:
         ConfigError: the file cannot be read, or a line is wrong; the message names the line.
     """
-    root = _composed(path)
-    if root is None:
-        return
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{path}: expected lines of the form 'field: value'.")
-    seen: set[str] = set()
-    for key, node in root.value:
-        where = f"{path}, line {key.start_mark.line + 1}:"
-        if not isinstance(key, yaml.ScalarNode):
-            raise ConfigError(f"{where} expected 'field: value', and the field is not text.")
-        if key.value not in known:
-            raise ConfigError(f"{where} {key.value} is not a setting.{_hint(key, node, root, known)}")
-        if key.value in seen:
-            raise ConfigError(f"{where} {key.value} is given twice.")
-        seen.add(key.value)
-        try:
-            value = _value(f"{where} {key.value}", node, node.value, known[key.value].hint)
-        except yaml.MarkedYAMLError as error:  # such as a key that is a list
-            raise ConfigError(f"{where} {key.value} cannot be read: {error.problem}.") from error
-        yield key.value, value
+    root = composed(path)
+    if root is not None:
+        known = settings_of(cls) if by_name else options_of(cls)
+        yield from _Reader(path, cls).read(root, {**options_of(cls), **known}, sections_of(cls))
 
 
-def _hint(key: yaml.Node, node: yaml.Node, root: yaml.MappingNode, known: Mapping[str, Option]) -> str:
-    """What a wrong name was meant to be, and for which other system the file is written, if it is
-    for one."""
-    name = str(key.value)
-    new, since = RENAMED.get(name, ("", ""))
-    if new in known:
-        return f" It is {new} since {since}."
-    wrong = [str(each.value) for each, _ in root.value if each.value not in known]
-    system = system_of(wrong) if 2 * len(wrong) >= len(root.value) else None
-    nested = isinstance(node, yaml.MappingNode)
-    meant = "" if nested and system is None else nearest(name, [*known], system=system)
-    flat = " Settings are flat: write those of a section without it." if nested else ""
-    if system is None:
-        return meant + flat
-    page = "migrating_from_agilerl" if system == "AgileRL" else "other_systems"
-    return f"{meant}{flat} The file looks like one for {system}; docs/{page}.md says what its names are here."
+@dataclass
+class _Reader:
+    """Reads the settings of a class from a file."""
+
+    path: Path
+    cls: type[Checked]
+
+    def read(
+        self,
+        node: yaml.Node,
+        known: Mapping[str, Option],
+        sections: Mapping[str, type[Checked]],
+        section: str | None = None,
+    ) -> Iterator[tuple[str, Any]]:
+        """The settings of a section, or of the whole file."""
+        if section is not None and isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null":
+            return  # all of it is left out, or a comment
+        if not isinstance(node, yaml.MappingNode):
+            below = f", line {node.start_mark.line + 1}: expected", f" below {section}:"
+            said = (": expected", "") if section is None else below
+            raise ConfigError(f"{self.path}{said[0]} lines of the form 'field: value'{said[1]}.")
+        seen: set[str] = set()
+        for key, value in node.value:
+            where = f"{self.path}, line {key.start_mark.line + 1}:"
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{where} expected 'field: value', and the field is not text.")
+            name = key.value
+            if name not in known:
+                raise ConfigError(f"{where} {self._wrong(name, node, known, section)}")
+            if name in seen:
+                raise ConfigError(f"{where} {name} is given twice.")
+            seen.add(name)
+            if name in sections:
+                yield from self.read(value, options_of(sections[name]), {}, name)
+                continue
+            try:
+                read = _value(f"{where} {name}", value, value.value, known[name].hint)
+            except yaml.MarkedYAMLError as error:  # such as a key that is a list
+                raise ConfigError(f"{where} {name} cannot be read: {error.problem}.") from error
+            yield name, read
+
+    def _wrong(self, name: str, node: yaml.MappingNode, known: Mapping[str, Option], section: str | None) -> str:
+        """What is wrong with a name, what it was meant to be, and for which other system the file
+        is written, if it is for one."""
+        sections, settings = sections_of(self.cls), settings_of(self.cls)
+        given = [str(each.value) for each, _ in node.value]
+        if name in settings:
+            place = section_of(self.cls, name)
+            stands = f"{name} stands in no section" if place is None else f"{name} stands in the section {place}"
+            old = section is None and sections.keys().isdisjoint(given)
+            return f"{stands}{': torchrl-llm migrate translates a file without sections, as they were before 0.3.0' if old else ''}."
+        if name in sections:
+            return f"{name} is a section of its own, and stands in no other."
+        said = f"{name} is not a setting{'' if section is None else f' of {section}'}."
+        new, since = RENAMED.get(name, ("", ""))
+        if new in settings:
+            return f"{said} It is {new} since {since}."
+        wrong = [each for each in given if each not in known]
+        system = system_of(wrong) if 2 * len(wrong) >= len(given) else None
+        said += meant(self.cls, name, here=section, system=system)
+        if system is None:
+            listed = section is None and sections and said.endswith("setting.")
+            return f"{said} The sections are {', '.join(sections)}." if listed else said
+        page = "migrating_from_agilerl" if system == "AgileRL" else "other_systems"
+        return f"{said} The file looks like one for {system}; docs/{page}.md says what its names are here."
 
 
-def _composed(path: Path) -> yaml.Node | None:
+def composed(path: Path) -> yaml.Node | None:
+    """The document of a YAML file, with the places of its values.
+
+    Raises:
+        ConfigError: it cannot be read, or is no plain data.
+    """
     try:
         return yaml.compose(path.read_text(encoding="utf-8"), Loader)
     except OSError as error:

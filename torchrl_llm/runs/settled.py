@@ -8,31 +8,30 @@ What the checkpoint of a resumed run has counts, unless ``accept_changes`` names
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import date
 from typing import Any, Literal
 
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.objectives.estimators.granularity import step_of
 from torchrl_llm.rendering import ChatTemplateError, Renderer
-from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.loss_settings import estimator_of
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.utils.options import ConfigError, options_of
 
 
-def with_num_envs(config: RunConfig, saved: Mapping[str, Any] | None, distributed: Distributed) -> RunConfig:
+def with_num_envs(config: RunSettings, saved: Mapping[str, Any] | None, distributed: Distributed) -> RunSettings:
     """The settings with a number of ``num_envs``: the given one, the one of the checkpoint
     ``saved``, or the default."""
-    if config.num_envs is not None:
+    if config.env.num_envs is not None:
         return config
-    known = None if saved is None or "num_envs" in config.accept_changes else saved.get("num_envs")
-    return replace(config, num_envs=known or config.default_num_envs(distributed.world_size))
+    known = None if saved is None or "num_envs" in config.output.accept_changes else saved.get("num_envs")
+    return config.replace(num_envs=known or config.default_num_envs(distributed.world_size))
 
 
 def with_template_date(
-    config: RunConfig, saved: Mapping[str, Any] | None, tokenizer: Any, distributed: Distributed
-) -> RunConfig:
+    config: RunSettings, saved: Mapping[str, Any] | None, tokenizer: Any, distributed: Distributed
+) -> RunSettings:
     """The settings with a ``template_date``, the same on all ranks, if the chat template shows one.
 
     A given day counts. Else a resumed run takes the day that it was saved with, unless
@@ -48,29 +47,29 @@ def with_template_date(
         ConfigError: a day is given, and the template shows none.
     """
     if not _shows_date(config, tokenizer):
-        if config.template_date is not None:
+        if config.chat.template_date is not None:
             raise ConfigError(
-                f"template_date={config.template_date!r} does nothing: the chat template shows no date. Leave it out."
+                f"template_date={config.chat.template_date!r} does nothing: the chat template shows no date. Leave it out."
             )
         return config
-    if config.template_date is not None:
+    if config.chat.template_date is not None:
         return config
-    known = None if saved is None or "template_date" in config.accept_changes else saved.get("template_date")
+    known = None if saved is None or "template_date" in config.output.accept_changes else saved.get("template_date")
     # The first rank's: midnight may lie between two processes.
-    return replace(config, template_date=known or distributed.all_gather([date.today().isoformat()])[0])
+    return config.replace(template_date=known or distributed.all_gather([date.today().isoformat()])[0])
 
 
-def _shows_date(config: RunConfig, tokenizer: Any) -> bool:
-    if config.template == "raw":
+def _shows_date(config: RunSettings, tokenizer: Any) -> bool:
+    if config.chat.template == "raw":
         return False
     try:
-        kwargs = config.chat_template_kwargs
-        return Renderer(tokenizer, system_prompt=config.system_prompt, chat_template_kwargs=kwargs).shows_date()
+        kwargs = config.chat.chat_template_kwargs
+        return Renderer(tokenizer, system_prompt=config.chat.system_prompt, chat_template_kwargs=kwargs).shows_date()
     except ChatTemplateError:  # the environment says so, if it uses the template
         return False
 
 
-def with_granularity(config: RunConfig, saved: Mapping[str, Any] | None, env: GEMEnv) -> RunConfig:
+def with_granularity(config: RunSettings, saved: Mapping[str, Any] | None, env: GEMEnv) -> RunSettings:
     """The settings with ``"turn"`` or ``"token"`` in place of ``granularity="auto"``.
 
     The environment decides by what it declares (:attr:`GEMEnv.single_turn
@@ -84,13 +83,13 @@ def with_granularity(config: RunConfig, saved: Mapping[str, Any] | None, env: GE
 
     Raises:
         ConfigError: an environment does not say how many responses it takes; a mixture holds both
-            kinds; or the checkpoint's run had the other granularity, and ``config.accept_changes``
-            does not name it.
+            kinds; or the checkpoint's run had the other granularity, and
+            ``config.output.accept_changes`` does not name it.
     """
-    if config.granularity != "auto":
+    if config.loss.granularity != "auto":
         return config
     meant: Any = _meaning(env)
-    if saved is not None and "granularity" not in config.accept_changes:
+    if saved is not None and "granularity" not in config.output.accept_changes:
         before = saved.get("granularity")
         if meant != (before or options_of(estimator_of(config.algo))["granularity"].default):
             raise ConfigError(
@@ -99,7 +98,7 @@ def with_granularity(config: RunConfig, saved: Mapping[str, Any] | None, env: GE
             )
         meant = before  # so that the settings are the checkpoint's to the letter
     settled: dict[str, Any] = {"granularity": meant}
-    return replace(config, **settled)
+    return config.replace(**settled)
 
 
 def _meaning(env: GEMEnv) -> Literal["turn", "token"]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from transformers import AutoConfig, AutoTokenizer
 
 from torchrl_llm.modules.lm import max_positions
-from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.settings import ATTENTION
 from torchrl_llm.runs.smollm2 import smollm2_model_path
 from torchrl_llm.runs.tiny import tiny_model_path
@@ -24,29 +24,29 @@ MODELS: dict[str, Callable[[], Path]] = {"tiny": tiny_model_path, "smollm2": smo
 a name is ``./tiny``."""
 
 
-def model_path(config: RunConfig) -> str:
+def model_path(config: RunSettings) -> str:
     """What transformers loads the model from: a folder, or an id of a hub. ``"smollm2"`` is made if
     it is not there.
 
     Raises:
-        ConfigError: ``config.model_path`` is a path without a folder; or ``"smollm2"``, and its
-            files are damaged.
+        ConfigError: ``config.model.model_path`` is a path without a folder; or ``"smollm2"``, and
+            its files are damaged.
         MissingExtraError: it is ``"smollm2"``, which is not installed.
     """
-    return _source("model_path", config.model_path)
+    return _source("model_path", config.model.model_path)
 
 
-def load_model_config(config: RunConfig) -> Any:
+def load_model_config(config: RunSettings) -> Any:
     """The model's own settings, as transformers has them.
 
     Raises:
         ConfigError: ``model_path`` leads nowhere, or to code that ``trust_remote_code`` does not
             allow.
     """
-    path, options = model_path(config), {"trust_remote_code": config.trust_remote_code}
-    found = _loaded("model_path", config.model_path, lambda: AutoConfig.from_pretrained(path, **options))
-    if config.attn_implementation is None:
-        _check_attention(found, config.model_path)
+    path, options = model_path(config), {"trust_remote_code": config.model.trust_remote_code}
+    found = _loaded("model_path", config.model.model_path, lambda: AutoConfig.from_pretrained(path, **options))
+    if config.model.attn_implementation is None:
+        _check_attention(found, config.model.model_path)
     return found
 
 
@@ -62,7 +62,7 @@ def _check_attention(found: Any, given: str) -> None:
             )
 
 
-def check_length(config: RunConfig, length: int) -> None:
+def check_length(config: RunSettings, length: int) -> None:
     """Raise if contexts may be longer than the model has positions.
 
     Args:
@@ -74,30 +74,30 @@ def check_length(config: RunConfig, length: int) -> None:
             itself.
     """
     most = max_positions(load_model_config(config).get_text_config())
-    if config.policy == "hf" and length > most:
+    if config.rollouts.policy == "hf" and length > most:
         raise ConfigError(
-            f"max_model_len is {length}, and the model {config.model_path!r} has {most} positions: lower it, or take "
+            f"max_model_len is {length}, and the model {config.model.model_path!r} has {most} positions: lower it, or take "
             "a model with more."
         )
 
 
-def load_tokenizer(config: RunConfig) -> Any:
+def load_tokenizer(config: RunSettings) -> Any:
     """The tokenizer of ``config``, with its chat template; the model's own settings are read too,
     so that a wrong path is one sentence.
 
     Raises:
         ConfigError: ``model_path``, ``tokenizer_path`` or ``init_from`` leads nowhere.
     """
-    if config.init_from is not None:
-        _check_init_from(config.init_from.expanduser().absolute())
+    if config.weights.init_from is not None:
+        _check_init_from(config.weights.init_from.expanduser().absolute())
     load_model_config(config)
-    name = "model_path" if config.tokenizer_path is None else "tokenizer_path"
-    given = getattr(config, name)
+    name = "model_path" if config.model.tokenizer_path is None else "tokenizer_path"
+    given = getattr(config.model, name)
     source = _source(name, given)
-    trusted = config.trust_remote_code
+    trusted = config.model.trust_remote_code
     tokenizer = _loaded(name, given, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=trusted))
-    if config.chat_template is not None:
-        tokenizer.chat_template = config.chat_template
+    if config.chat.chat_template is not None:
+        tokenizer.chat_template = config.chat.chat_template
     return tokenizer
 
 

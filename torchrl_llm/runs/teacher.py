@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_llm.modules import ActorCritic, SamplingConfig, TokenScorer, enable_prefix_sharing
-from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.saved import SavedModel, find_saved_model, for_run, load_saved_model
 from torchrl_llm.runs.sources import MODELS, check_length, load_tokenizer
 from torchrl_llm.trainers import Callback
 from torchrl_llm.utils.options import ConfigError
 
 
-def load_teacher(config: RunConfig, sampling: SamplingConfig) -> TokenScorer:
-    """The frozen scorer of ``config.teacher``, which the KL of the run is to; :func:`check_teacher`
-    goes before.
+def load_teacher(config: RunSettings, sampling: SamplingConfig) -> TokenScorer:
+    """The frozen scorer of ``config.model.teacher``, which the KL of the run is to;
+    :func:`check_teacher` goes before.
 
     Args:
         config: the settings of the run.
@@ -32,12 +32,12 @@ def load_teacher(config: RunConfig, sampling: SamplingConfig) -> TokenScorer:
     """
     loaded = load_saved_model(*find_teacher(config))
     model: Any = loaded.models.model
-    sharing = enable_prefix_sharing(model) if config.share_prefixes and not config.compile else None
-    options: dict[str, Any] = {"prefixes": sharing, "chunk_logits": config.chunk_logits}
+    sharing = enable_prefix_sharing(model) if config.model.share_prefixes and not config.model.compile else None
+    options: dict[str, Any] = {"prefixes": sharing, "chunk_logits": config.model.chunk_logits}
     return TokenScorer(model, sampling, adapter=loaded.models.adapter, frozen=True, **options)
 
 
-def check_teacher(config: RunConfig, tokenizer: Any) -> None:
+def check_teacher(config: RunSettings, tokenizer: Any) -> None:
     """Raise what is wrong with the setting ``teacher``, if there is one, before weights are loaded.
 
     Args:
@@ -48,19 +48,19 @@ def check_teacher(config: RunConfig, tokenizer: Any) -> None:
         ConfigError: there is no such model, its tokenizer is another, or it has fewer positions
             than ``max_model_len``.
     """
-    if config.teacher is None:
+    if config.model.teacher is None:
         return
     try:
         settings = find_teacher(config)[1]
-        check_length(settings, config.max_model_len)
+        check_length(settings, config.env.max_model_len)
         own = load_tokenizer(settings)
     except ConfigError as error:
-        raise ConfigError(f"teacher={config.teacher!r}: {error}") from error
+        raise ConfigError(f"teacher={config.model.teacher!r}: {error}") from error
     _check_tokenizer(config, tokenizer, own)
 
 
-def find_teacher(config: RunConfig) -> tuple[SavedModel, RunConfig]:
-    """The model of ``config.teacher``, and the settings that it is loaded with.
+def find_teacher(config: RunSettings) -> tuple[SavedModel, RunSettings]:
+    """The model of ``config.model.teacher``, and the settings that it is loaded with.
 
     Args:
         config: the settings of the run.
@@ -70,10 +70,10 @@ def find_teacher(config: RunConfig) -> tuple[SavedModel, RunConfig]:
         CheckpointError: the checkpoint is damaged.
 
     Examples:
-        >>> find_teacher(RunConfig(teacher="tiny"))[1].lora_r
+        >>> find_teacher(RunSettings.from_values(teacher="tiny"))[1].weights.lora_r
         0
     """
-    given = str(config.teacher)
+    given = str(config.model.teacher)
     changes = for_run(config)
     path = Path(given).expanduser()
     # A path that leads nowhere is not a hub's id, and find_saved_model says so.
@@ -81,17 +81,17 @@ def find_teacher(config: RunConfig) -> tuple[SavedModel, RunConfig]:
         saved = find_saved_model(given)
         return saved, saved.config(only_model=True, **changes)
     of_hub = SavedModel(path=path, weights=path, tokenizer=None)
-    return of_hub, RunConfig(model_path=given, lora_r=0, **changes)
+    return of_hub, RunSettings.from_values(model_path=given, lora_r=0, **changes)
 
 
-def _check_tokenizer(config: RunConfig, student: Any, teacher: Any) -> None:
+def _check_tokenizer(config: RunSettings, student: Any, teacher: Any) -> None:
     ours, theirs = student.get_vocab(), teacher.get_vocab()
     if ours == theirs:
         return
     other = sorted((token for token in ours if theirs.get(token) != ours[token]), key=ours.__getitem__)
     example = f", such as {other[0]!r}: {ours[other[0]]} and {theirs.get(other[0])}" if other else ""
     raise ConfigError(
-        f"teacher={config.teacher!r} has another tokenizer: {len(theirs)} tokens, and the student's has {len(ours)}, of which "
+        f"teacher={config.model.teacher!r} has another tokenizer: {len(theirs)} tokens, and the student's has {len(ours)}, of which "
         f"{len(other)} have another id{example}. A teacher scores the student's own tokens: take one of the same family."
     )
 

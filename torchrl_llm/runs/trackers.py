@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from torchrl.record.loggers import Logger, TensorboardLogger, get_logger
 from torchrl.record.loggers.trackio import TrackioLogger
 
-from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.table import row_text, table_columns, table_text
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.utils.files import write_text
@@ -57,34 +57,34 @@ class MetricsTable(Callback):
         write_text(self.path, table_text(history))
 
 
-def make_loggers(config: RunConfig) -> list[Logger]:
+def make_loggers(config: RunSettings) -> list[Logger]:
     """TensorBoard, Weights & Biases and trackio by flag; the table is :class:`MetricsTable`.
 
     Raises:
         MissingExtraError: a tracker is not installed; the message says how to.
     """
-    where = config.output_dir
+    where = config.output.output_dir
     for tracker in ("tensorboard", "wandb", "trackio"):
-        if getattr(config, tracker):
+        if getattr(config.output, tracker):
             import_extra(tracker, extra=tracker, what=f"{tracker}=true")
     loggers: list[Logger] = []
-    if config.tensorboard:
+    if config.output.tensorboard:
         loggers.append(get_logger("tensorboard", str(where), "tensorboard"))
-    if config.wandb:
+    if config.output.wandb:
         # W&B gives up a run whose service has not started after 30 s, which a busy machine needs
         # now and then. It reads how long to wait from this variable alone: the service belongs to
         # the process, not to the run.
         os.environ.setdefault("WANDB__SERVICE_WAIT", str(_SERVICE_WAIT))
         # "allow" continues the run of this id, or begins it.
-        kwargs = {"project": config.wandb_project, "id": _drawn_id(where / "wandb_id"), "resume": "allow"}
+        kwargs = {"project": config.output.wandb_project, "id": _drawn_id(where / "wandb_id"), "resume": "allow"}
         loggers.append(get_logger("wandb", str(where), where.name, wandb_kwargs=kwargs))
-    if config.trackio:
+    if config.output.trackio:
         # trackio continues the run of a name, so that the name has to be this run's alone.
         name = f"{where.name}-{_drawn_id(where / 'trackio_id')}"
-        loggers.append(TrackioRun(name, config.trackio_project, embed=False))
+        loggers.append(TrackioRun(name, config.output.trackio_project, embed=False))
     for target in loggers:
         # As text, because TensorBoard takes no lists, dictionaries or None.
-        target.log_hparams({name: str(value) for name, value in vars(config).items()})
+        target.log_hparams({name: str(value) for name, value in config.values().items()})
     return loggers
 
 

@@ -49,13 +49,13 @@ def idle_kl(config: Any, loss: TurnLoss) -> Iterator[str]:
         config: of the run.
         loss: made of its settings.
     """
-    if config.refresh_reference != 1 or not loss.kl_coeff:
+    if config.model.refresh_reference != 1 or not loss.kl_coeff:
         return
     refreshed = f"refresh_reference=1 makes the reference what the actor is at the start of every update, and kl_coeff={loss.kl_coeff}"
     instead = "refresh it every 2 iterations or more, or set kl_coeff to 0"
     if loss.kl_in == "reward":
         yield f'{refreshed} with kl_in="reward" reads the KL there, where it is 0: {instead}, or kl_in to "loss".'
-    elif config.epochs == 1 and config.minibatch_size in (None, config.batch_size):
+    elif config.trainer.epochs == 1 and config.trainer.minibatch_size in (None, config.rollouts.batch_size):
         yield (
             f"{refreshed} does nothing in an update of one optimizer step, before which the KL and its gradient are 0: {instead}, or "
             "take more steps (epochs, minibatch_size)."
@@ -69,14 +69,14 @@ def wrong_self_play(config: Any) -> Iterator[str]:
             "GRPO compares the episodes of one task, and the seats of a game have different ones, of which one wins what another "
             'loses: use algo="LLMREINFORCE" with estimator="RoleRelative", or another algorithm.'
         )
-    if config.dynamic_sampling:
+    if config.trainer.dynamic_sampling:
         yield (
-            f"dynamic_sampling={config.dynamic_sampling} compares the episodes of one task, and the seats of a game have different "
+            f"dynamic_sampling={config.trainer.dynamic_sampling} compares the episodes of one task, and the seats of a game have different "
             "ones: leave it out."
         )
-    if config.evaluation_greedy:
+    if config.evaluation.evaluation_greedy:
         yield "evaluation_greedy plays each task once, and games against an opponent are none that repeat: leave it out."
-    if config.offload_base or config.sleep_mode:
+    if config.engine.offload_base or config.engine.sleep_mode:
         yield (
             'offload_base and sleep_mode move weights away while the engine samples, and the opponent of collector="self_play" needs '
             "them: leave them out."
@@ -87,34 +87,34 @@ def wrong_branches(config: Any) -> Iterator[str]:
     """What is wrong with the settings of continuations and of what reads them, and what to do."""
     estimator = config.value_estimator()
     needed = estimator is not None and estimator.needs_branches
-    if config.branches and not needed:
-        yield f'branches={config.branches} value states, and no estimator reads that: set estimator to "TurnVine", or leave them out.'
-    if needed and not config.branches:
-        yield f"estimator={config.estimator!r} values states by continuations, and branches=0: say how many, such as branches=4."
+    if config.rollouts.branches and not needed:
+        yield f'branches={config.rollouts.branches} value states, and no estimator reads that: set estimator to "TurnVine", or leave them out.'
+    if needed and not config.rollouts.branches:
+        yield f"estimator={config.loss.estimator!r} values states by continuations, and branches=0: say how many, such as branches=4."
     if needed and config.algo not in ("LLMREINFORCE", "GRPO"):
-        yield f'estimator={config.estimator!r} has no critic and no demonstrations: use algo="LLMREINFORCE" or "GRPO", not {config.algo!r}.'
-    if config.branches and config.overlong_penalty:
+        yield f'estimator={config.loss.estimator!r} has no critic and no demonstrations: use algo="LLMREINFORCE" or "GRPO", not {config.algo!r}.'
+    if config.rollouts.branches and config.trainer.overlong_penalty:
         yield (
-            f"overlong_penalty={config.overlong_penalty} is taken from the rewards of a batch, and the continuations of "
-            f"branches={config.branches} do not pay it: leave one of them out."
+            f"overlong_penalty={config.trainer.overlong_penalty} is taken from the rewards of a batch, and the continuations of "
+            f"branches={config.rollouts.branches} do not pay it: leave one of them out."
         )
 
 
 def wrong_trees(config: Any) -> Iterator[str]:
     """What is wrong with the settings of trees and of what reads their rows, and what to do."""
-    if not (branches := config.tree_branches):
+    if not (branches := config.rollouts.tree_branches):
         return
     kind = config.value_estimator() or estimator_of(config.algo)
-    size, group = 1 + branches, config.group_size
-    if config.branches:
+    size, group = 1 + branches, config.rollouts.group_size
+    if config.rollouts.branches:
         yield (
-            f"tree_branches={branches} trains on continuations, and branches={config.branches} values states by further ones: leave one of "
+            f"tree_branches={branches} trains on continuations, and branches={config.rollouts.branches} values states by further ones: leave one of "
             "them out."
         )
     elif not kind.takes_trees:
         yield f"tree_branches={branches} makes rows that begin with the same turns, and {kind.__name__} takes none: leave one of them out."
     elif issubclass(kind, GroupRelative):
-        if (config.baseline or options_of(kind)["baseline"].default) != "leave_one_out":
+        if (config.loss.baseline or options_of(kind)["baseline"].default) != "leave_one_out":
             yield f'tree_branches={branches} with the mean of the group as baseline is biased: use baseline="leave_one_out" and scale="none".'
         if group == size:
             yield (
@@ -130,25 +130,25 @@ def wrong_trees(config: Any) -> Iterator[str]:
 
 def wrong_engine(config: Any) -> Iterator[str]:
     """What is wrong with how vLLM's engine gets its weights and its memory."""
-    if config.max_staleness and config.sleep_mode:
-        yield f"max_staleness={config.max_staleness} samples during updates, and sleep_mode stops the engine for them: choose one."
-    if config.weight_sync in ("nccl", "ipc") and config.engine_process is False:
-        yield f"weight_sync={config.weight_sync!r} is to an engine in a process of its own, and engine_process=False: leave it out."
-    if config.weight_sync == "nccl" and config.sleep_mode:
+    if config.rollouts.max_staleness and config.engine.sleep_mode:
+        yield f"max_staleness={config.rollouts.max_staleness} samples during updates, and sleep_mode stops the engine for them: choose one."
+    if config.engine.weight_sync in ("nccl", "ipc") and config.engine.engine_process is False:
+        yield f"weight_sync={config.engine.weight_sync!r} is to an engine in a process of its own, and engine_process=False: leave it out."
+    if config.engine.weight_sync == "nccl" and config.engine.sleep_mode:
         yield "weight_sync='nccl' has the engine on other GPUs, and sleep_mode gives it the trainer's in turns: choose one."
-    if config.weight_sync == "adapter" and not config.lora_r:
+    if config.engine.weight_sync == "adapter" and not config.weights.lora_r:
         yield "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out."
-    size, gpus = config.tensor_parallel_size or 1, config.ray_worker_gpus
+    size, gpus = config.engine.tensor_parallel_size or 1, config.ray.ray_worker_gpus
     # With one GPU for each engine, a part of it is what several workers share.
-    if config.collector == "ray" and gpus and size > 1 and gpus < size:
+    if config.rollouts.collector == "ray" and gpus and size > 1 and gpus < size:
         yield (
             f"tensor_parallel_size={size} spreads the engine of a worker over {size} GPUs, and ray_worker_gpus={gpus} gives it fewer: set "
             f"ray_worker_gpus to {size}."
         )
-    if config.collector == "ray" and config.sleep_mode:
+    if config.rollouts.collector == "ray" and config.engine.sleep_mode:
         yield "sleep_mode shares a GPU with the trainer, and the engines of collector='ray' have their own: leave it out."
-    if config.offload_base and (config.collector == "ray" or config.weight_sync == "nccl"):
-        elsewhere = "collector='ray'" if config.collector == "ray" else "weight_sync='nccl'"
+    if config.engine.offload_base and (config.rollouts.collector == "ray" or config.engine.weight_sync == "nccl"):
+        elsewhere = "collector='ray'" if config.rollouts.collector == "ray" else "weight_sync='nccl'"
         yield f"offload_base makes room for an engine on the trainer's GPU, and {elsewhere} has it on others: leave it out."
-    if config.collector == "ray" and config.weight_sync not in (None, "adapter"):
-        yield f"weight_sync={config.weight_sync!r} needs the engine here, and collector='ray' has it elsewhere: leave it out."
+    if config.rollouts.collector == "ray" and config.engine.weight_sync not in (None, "adapter"):
+        yield f"weight_sync={config.engine.weight_sync!r} needs the engine here, and collector='ray' has it elsewhere: leave it out."

@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 
-from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs import RunSettings
 from torchrl_llm.testing.pretended_gpu import DeviceError, PretendedGPU, pretended_gpu
 
 _opened = ExitStack()
@@ -29,14 +29,14 @@ _tests: Counter[bool] = Counter()
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Pretend a GPU until the session ends."""
-    check = RunConfig.__post_init__
+    check = RunSettings.__post_init__
 
-    def check_on_any_device(config: RunConfig) -> None:
+    def check_on_any_device(config: RunSettings) -> None:
         check(config)
-        if config.device == "cpu":
-            config.device = None
+        if config.model.device == "cpu":
+            config.model.device = None
 
-    _opened.enter_context(mock.patch.object(RunConfig, "__post_init__", check_on_any_device))
+    _opened.enter_context(mock.patch.object(RunSettings, "__post_init__", check_on_any_device))
     session.stash[_gpu] = _opened.enter_context(pretended_gpu())
 
 

@@ -66,8 +66,8 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     the roles ``user`` and ``assistant`` of the ChatML template; then come the words. White space
     separates words and is not kept.
 
-    Save it in a directory of its own (``RunConfig(tokenizer_path=...)``): next to the files of a
-    Qwen2, ``AutoTokenizer`` would read it as Qwen2's byte-level BPE.
+    Save it in a directory of its own (``RunSettings.from_values(tokenizer_path=...)``): next to the
+    files of a Qwen2, ``AutoTokenizer`` would read it as Qwen2's byte-level BPE.
 
     Args:
         words: all other words that occur in messages and responses; distinct, without white space.

@@ -35,7 +35,7 @@ MOST_TOKENS = 16_384
 
 @dataclass(kw_only=True)
 class TrainerConfig(Checked):
-    """What :class:`~torchrl_llm.trainers.LLMTrainer` itself reads."""
+    """The loop of training: what :class:`~torchrl_llm.trainers.LLMTrainer` reads."""
 
     epochs: Count = 1
     """Passes over each batch."""
@@ -107,7 +107,7 @@ class TrainerConfig(Checked):
     checkpoint_interval: Natural = 10
     """Iterations between checkpoints; 0 saves only after the best evaluation and at the end."""
     seed: Natural = 0
-    """Of minibatch order (and, in :class:`RunConfig`, of everything else)."""
+    """Of minibatch order (and, in :class:`RunSettings`, of everything else)."""
 
     idle: ClassVar[tuple[Idle, ...]] = (
         Idle(("overlong_buffer",), {"overlong_penalty": (0,)}, "set overlong_penalty"),

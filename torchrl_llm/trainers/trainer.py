@@ -43,7 +43,7 @@ from torchrl_llm.trainers.evaluation import Evaluator
 from torchrl_llm.trainers.update import Update
 from torchrl_llm.utils.fixed import Fixed
 from torchrl_llm.utils.interrupts import Interrupted, catch_signals, interruptible, run_begins
-from torchrl_llm.utils.options import ConfigError
+from torchrl_llm.utils.options import ConfigError, check_value
 from torchrl_llm.weight_update import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -142,6 +142,7 @@ class LLMTrainer:
         offload: Callable[[], AbstractContextManager[None]] = nullcontext,
         numerics: Numerics | None = None,
     ) -> None:
+        check_value("config", config, TrainerConfig)  # RunSettings has it in its section trainer
         self.collector, self.replay_buffer, self.policy, self.loss = collector, replay_buffer, policy, loss
         self.config, self.reference, self.weight_sync = config, reference, weight_sync
         self.evaluator, self.checkpoints = evaluator, checkpoints

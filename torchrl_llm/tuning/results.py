@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_llm.report import run_and_report
-from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.runs.outputs import write_json
 from torchrl_llm.runs.settings_file import read_settings
 from torchrl_llm.tuning.search_space import TuningConfig
@@ -101,9 +101,9 @@ def report_best(tuning: TuningConfig, trials: Sequence[dict[str, Any]], say: Cal
             f"All {len(trials)} trials failed, the first with: {best['error']} ({tuning.output_dir}/ray has the errors)."
         )
     folder = tuning.output_dir / best["folder"]
-    given = dict(read_settings(folder / "config.yaml", options_of(RunConfig)))
+    given = dict(read_settings(folder / "config.yaml", RunSettings))
     # Another folder, if the search was moved.
-    config = RunConfig(**{**given, "output_dir": folder, "resume": True})
+    config = RunSettings.from_values(**{**given, "output_dir": folder, "resume": True})
     result = run_and_report(config, partial(build_run, config), say=say)
     final = {name: result[name] for name in ("success_after", "success_ci95", "reward_after")}
     found = {**identity(tuning), "trials": list(trials), "best": {**best, **final}}

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from torchrl_llm.runs.outputs import write_json
-from torchrl_llm.runs.settings import ModelConfig, names_of
+from torchrl_llm.runs.settings import ModelSettings, names_of
 from torchrl_llm.tuning.results import FILE, TRIALS, check_same, identity
 from torchrl_llm.tuning.search_space import Dimension, TuningConfig
 from torchrl_llm.tuning.trial import copy_run, put_back, train_generation
@@ -103,7 +103,7 @@ def _tuner(ray_tune: Any, tuning: TuningConfig) -> Any:
             search_alg=basic.BasicVariantGenerator(random_state=tuning.seed),
             # Each new process takes seconds to import PyTorch. How a model computes is fixed for a
             # process, though: accelerate keeps one mixed precision.
-            reuse_actors=tuning.dimensions.keys().isdisjoint(names_of(ModelConfig)),
+            reuse_actors=tuning.dimensions.keys().isdisjoint(names_of(ModelSettings)),
         ),
         run_config=ray_tune.RunConfig(
             name=_NAME,

@@ -10,27 +10,29 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from torchrl_llm.runs import RunConfig
-from torchrl_llm.runs.config import SamplingSettings
+from torchrl_llm.modules.sampling import SamplingConfig
+from torchrl_llm.runs import RunSettings
+from torchrl_llm.runs.config import INITIAL_WEIGHTS
 from torchrl_llm.runs.settings import (
-    EnvConfig,
-    ModelConfig,
-    OutputConfig,
-    RayConfig,
-    ReportConfig,
-    WeightsConfig,
+    ChatSettings,
+    EnvSettings,
+    EvaluationSettings,
+    ModelSettings,
+    OutputSettings,
+    RaySettings,
     names_of,
 )
 from torchrl_llm.runs.settings_file import read_settings
 from torchrl_llm.utils.hints import nearest
-from torchrl_llm.utils.options import Checked, ConfigError, Count, Natural, NonNegative, Positive, fits, options_of
+from torchrl_llm.utils.options import Checked, ConfigError, Count, Natural, NonNegative, Positive, fits
+from torchrl_llm.utils.sections import settings_of
 
 _BUDGET = ("max_iterations", "max_seconds", "stop_at_success")
 """How long a trial lasts is the tuning's to say: all trials get the same episodes."""
 
 _SCORE = (
-    *(name for name in names_of(EnvConfig) if name != "num_envs"),
-    *names_of(ReportConfig),
+    *(name for name in (*names_of(ChatSettings), *names_of(EnvSettings)) if name != "num_envs"),
+    *names_of(EvaluationSettings),
     "seed",
     "step_timeout",
 )
@@ -40,15 +42,15 @@ compared."""
 _NOT_TUNED = {
     **dict.fromkeys(_SCORE, "it changes what the evaluations measure, and scores could not be compared"),
     **dict.fromkeys(
-        names_of(SamplingSettings),
+        names_of(SamplingConfig),
         "evaluations sample by it too: the trial that samples most sharply or longest would win, whatever it has learned",
     ),
     **dict.fromkeys((*_BUDGET, "max_steps"), "it changes how long a trial lasts, and all get the same episodes"),
-    **dict.fromkeys((*names_of(OutputConfig), *names_of(RayConfig)), "it changes no number of a run"),
+    **dict.fromkeys((*names_of(OutputSettings), *names_of(RaySettings)), "it changes no number of a run"),
     **dict.fromkeys(("evaluation_interval", "checkpoint_interval"), "it changes no weight of a run"),
 }
 
-_FIXED = (*names_of(WeightsConfig), *names_of(ModelConfig), "group_size")
+_FIXED = (*INITIAL_WEIGHTS, *names_of(ModelSettings), "group_size")
 """Settings that a resumed run cannot change (the last, because the tasks of a checkpoint are in
 groups of that size)."""
 
@@ -140,7 +142,7 @@ class TuningConfig(Checked):
         Raises:
             ConfigError: the file cannot be read, or a setting is wrong; the message names the line.
         """
-        settings = dict(read_settings(Path(path), options_of(cls)))
+        settings = dict(read_settings(Path(path), cls))
         if "base" in settings:
             settings["base"] = Path(path).absolute().parent / Path(settings["base"]).expanduser()
         return cls(**{**settings, **changes})
@@ -148,12 +150,12 @@ class TuningConfig(Checked):
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The settings that ``base`` gives."""
-        return dict(read_settings(self.base, options_of(RunConfig)))
+        return dict(read_settings(self.base, RunSettings))
 
     @cached_property
-    def base_config(self) -> RunConfig:
+    def base_config(self) -> RunSettings:
         """A run with those settings."""
-        return RunConfig(**self.settings)
+        return RunSettings.from_values(**self.settings)
 
     @cached_property
     def dimensions(self) -> dict[str, Dimension]:
@@ -162,9 +164,9 @@ class TuningConfig(Checked):
 
     def iterations(self, sampled: Mapping[str, Any]) -> int:
         """Iterations of a generation with these settings."""
-        return self.episodes // sampled.get("batch_size", self.base_config.batch_size)
+        return self.episodes // sampled.get("batch_size", self.base_config.rollouts.batch_size)
 
-    def run_config(self, folder: Path, sampled: Mapping[str, Any], iterations: int, *, starts: bool) -> RunConfig:
+    def run_config(self, folder: Path, sampled: Mapping[str, Any], iterations: int, *, starts: bool) -> RunSettings:
         """The settings of a trial's run up to an iteration.
 
         Args:
@@ -179,7 +181,7 @@ class TuningConfig(Checked):
             if self.scheduler != "pbt":
                 start["accept_changes"] = ["max_iterations"]
         given = {**self.settings, **sampled, "max_iterations": iterations, "progress": False}
-        return RunConfig(**{**given, "output_dir": folder, **start})
+        return RunSettings.from_values(**{**given, "output_dir": folder, **start})
 
     def _problems(self) -> Iterator[str]:
         if not self.space:
@@ -195,11 +197,11 @@ class TuningConfig(Checked):
                     f"base sets {name}, and a copy of a trial would log to the original's run there: leave it out of {self.base}."
                 )
         base = self.base_config
-        if not base.evaluation_interval:
+        if not base.trainer.evaluation_interval:
             yield "base sets evaluation_interval=0, and trials are compared by evaluations: set it to 1 or more."
-        if not base.save_checkpoints:
+        if not base.output.save_checkpoints:
             yield "base sets save_checkpoints=false, and trials continue from checkpoints: leave it out."
-        sizes = self.dimensions["batch_size"].values if "batch_size" in self.dimensions else (base.batch_size,)
+        sizes = self.dimensions["batch_size"].values if "batch_size" in self.dimensions else (base.rollouts.batch_size,)
         for size in sizes:
             if self.episodes % size:
                 yield f"episodes={self.episodes} is not a multiple of batch_size={size}: a generation is whole iterations."
@@ -207,7 +209,7 @@ class TuningConfig(Checked):
             yield f"trials={self.trials} is not a population: a trial needs another one to copy. Give at least 2."
 
     def _wrong_setting(self, name: str) -> Iterator[str]:
-        known = options_of(RunConfig)
+        known = settings_of(RunSettings)
         if name not in known:
             yield f"space names {name}: no such setting.{nearest(name, [*known])}"
             return
@@ -229,7 +231,7 @@ class TuningConfig(Checked):
         for corner in islice(product(*(each.values for each in self.dimensions.values())), _MOST_COMBINATIONS):
             sampled = dict(zip(names, corner, strict=True))
             try:
-                RunConfig(**{**self.settings, **sampled})
+                RunSettings.from_values(**{**self.settings, **sampled})
             except ConfigError as error:
                 where = ", ".join(f"{name}={value!r}" for name, value in sampled.items())
                 raise ConfigError(f"The space holds {where}, which a run refuses: {error}") from error

@@ -55,6 +55,7 @@ __all__ = [
     "Temperature",
     "brief",
     "brief_repr",
+    "check_idle",
     "check_options",
     "check_value",
     "describe",
@@ -179,7 +180,10 @@ def fits(value: object, hint: Any) -> bool:
     if hint is Path:
         return isinstance(value, str | PathLike)
     kind = origin or hint
-    return isinstance(value, kind) if kind in (bool, str, dict, type(None)) else True
+    # A section of settings (torchrl_llm.utils.sections) is a dataclass.
+    section = isinstance(kind, type) and is_dataclass(kind) and issubclass(kind, Checked)
+    checked = section or kind in (bool, str, dict, type(None))
+    return isinstance(value, kind) if checked else True
 
 
 def describe(hint: Any) -> str:
@@ -221,13 +225,15 @@ def brief(value: object) -> str:
 
 
 def brief_repr(options: Any) -> str:
-    """The ``__repr__`` of a dataclass whose values may be long: each is cut as by :func:`brief`.
+    """The ``__repr__`` of a dataclass whose values may be long: each is cut as by :func:`brief`,
+    those of dataclasses in it too.
 
     Args:
         options: an instance of a dataclass.
     """
-    shown = ", ".join(f"{each.name}={brief(getattr(options, each.name))}" for each in fields(options) if each.repr)
-    return f"{type(options).__name__}({shown})"
+    values = {each.name: getattr(options, each.name) for each in fields(options) if each.repr}
+    shown = {name: brief_repr(value) if is_dataclass(value) else brief(value) for name, value in values.items()}
+    return f"{type(options).__name__}({', '.join(f'{name}={text}' for name, text in shown.items())})"
 
 
 def check_value(name: str, value: object, hint: Any) -> None:
@@ -293,7 +299,7 @@ class Option(NamedTuple):
     default: Any
 
 
-def _remembered(function: _F) -> _F:
+def remembered(function: _F) -> _F:
     """Cache the results of ``function``: reading annotations and sources takes milliseconds, for
     every object with options.
 
@@ -303,13 +309,13 @@ def _remembered(function: _F) -> _F:
     cached = cache(function)
 
     @wraps(function)
-    def remembered(cls: type) -> Any:
+    def known(cls: type) -> Any:
         return cached(cls)
 
-    return cast(_F, remembered)
+    return cast(_F, known)
 
 
-@_remembered
+@remembered
 def options_of(cls: type) -> Mapping[str, Option]:
     """The keyword arguments that ``cls`` takes, those it passes on to its bases by ``**options``
     included.
@@ -345,7 +351,7 @@ def options_of(cls: type) -> Mapping[str, Option]:
     return types.MappingProxyType(found)
 
 
-@_remembered
+@remembered
 def meanings(cls: type) -> Mapping[str, str]:
     """The docstrings below the fields of a dataclass and of its bases, each on one line.
 
@@ -421,6 +427,17 @@ def check_options(cls: type[Checked], given: Mapping[str, Any]) -> None:
             raise TypeError(f"{cls.__name__} has no option {name!r}.{nearest(name, [*known])}")
     for name, value in given.items():
         check_value(f"{cls.__name__}.{name}", value, known[name].hint)
+    check_idle(cls, given, known)
+
+
+def check_idle(cls: type[Checked], given: Mapping[str, Any], known: Mapping[str, Option]) -> None:
+    """Raise :class:`IdleError` for options that are given and do nothing.
+
+    Args:
+        cls: has the rules (:attr:`Checked.idle`).
+        given: the options.
+        known: all that there are, with their defaults.
+    """
     defaults = {name: option.default for name, option in known.items() if option.default is not inspect.Parameter.empty}
     for rule in cls.idle:
         rule.check(given, defaults)

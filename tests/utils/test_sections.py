@@ -1,0 +1,100 @@
+"""Settings in sections, apart from what they are."""
+
+from dataclasses import field, make_dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_llm.runs import ModelSettings, RolloutSettings, RunSettings
+from torchrl_llm.utils.options import Checked, ConfigError, Count, Idle, IdleError
+from torchrl_llm.utils.sections import Sectioned, in_sections, meanings_of, section_of, sections_of, settings_of
+
+
+def dataclass_of(name, *fields, base=Checked, **namespace):
+    return make_dataclass(name, fields, bases=(base,), kw_only=True, namespace=namespace)
+
+
+Optim = dataclass_of("Optim", ("lr", float, 0.1), ("decay", float, 0.0))
+Loop = dataclass_of("Loop", ("epochs", Count, 1), ("decay_steps", int, 5))
+RULE = Idle(("decay_steps",), {"decay": (0,)}, "set decay")
+PARTS = (("optim", Optim, field(default_factory=Optim)), ("loop", Loop, field(default_factory=Loop)))
+Run = dataclass_of("Run", ("seed", int, 0), *PARTS, base=Sectioned, idle=(RULE,))
+
+
+@given(st.fixed_dictionaries({}, optional={"seed": st.integers(), "lr": st.floats(0, 1), "epochs": st.integers(1, 9)}))
+def test_values_and_sections_are_two_forms_of_the_same(values):
+    run = Run.from_values(**values)
+    defaults = {"seed": 0, "lr": 0.1, "decay": 0.0, "epochs": 1, "decay_steps": 5}
+    assert run.values() == defaults | values
+    assert Run.from_values(**run.values()) == run == Run().replace(**values)
+    nested = in_sections(Run, run.values())
+    assert nested["optim"] == {"lr": run.optim.lr, "decay": 0.0}
+    assert Run(seed=nested["seed"], optim=Optim(**nested["optim"]), loop=Loop(**nested["loop"])) == run
+
+
+def test_a_replaced_value_leaves_the_first_as_it_was():
+    run = Run()
+    assert run.replace(lr=0.5).optim.lr == 0.5
+    assert run.optim.lr == 0.1
+
+
+def test_whole_sections_may_be_given_among_values():
+    run = Run(seed=3, optim=Optim(lr=0.5, decay=0.5))
+    assert run.replace(optim=Optim(lr=0.2)) == Run(seed=3, optim=Optim(lr=0.2))
+    assert run.replace(optim=Optim(lr=0.2), decay=0.3).optim == Optim(lr=0.2, decay=0.3)
+    assert Run.from_values(optim=Optim(lr=0.2), epochs=2) == Run(optim=Optim(lr=0.2), loop=Loop(epochs=2))
+    with pytest.raises(ConfigError, match=r"Run\.optim is \{'lr': 0\.2\}; expected Optim\."):
+        run.replace(optim={"lr": 0.2})
+
+
+def test_a_rule_is_about_settings_of_all_sections():
+    Run(optim=Optim(decay=0.1), loop=Loop(decay_steps=7))
+    for make in (lambda: Run(loop=Loop(decay_steps=7)), lambda: Run.from_values(decay_steps=7)):
+        with pytest.raises(
+            IdleError, match=r"^decay_steps=7 does nothing with decay=0\.0: leave it out, or set decay\.$"
+        ) as raised:
+            make()
+        assert (raised.value.names, raised.value.under) == (("decay_steps",), ("decay",))
+
+
+def test_one_name_for_two_settings_is_refused():
+    other = dataclass_of("Other", ("lr", float, 0.0))
+    twice = dataclass_of("Twice", PARTS[0], ("other", other, field(default_factory=other)), base=Sectioned)
+    with pytest.raises(TypeError, match="Twice has lr twice: a setting has one name in all sections"):
+        twice()
+
+
+class TestErrors:
+    def test_a_setting_beside_the_sections_is_told_where_it_stands(self):
+        with pytest.raises(
+            TypeError,
+            match=r"RunSettings has no option 'batch_size'\. It stands in the section rollouts: RunSettings\(rollouts=RolloutSettings\(batch_size=\.\.\.\)\)\.$",
+        ):
+            RunSettings(batch_size=8)
+
+    def test_a_wrong_name_is_told_the_nearest_and_its_section(self):
+        said = r"no option 'batch_sise'\. Did you mean 'batch_size'\? It stands in the section rollouts\.$"
+        for make in (RunSettings, RunSettings.from_values):
+            with pytest.raises(TypeError, match=said):
+                make(batch_sise=8)
+        with pytest.raises(TypeError, match=r"Did you mean 'rollouts'\?$"):
+            RunSettings(rollout=RolloutSettings())
+
+    @pytest.mark.parametrize("wrong", [{"model_path": "tiny"}, None, RolloutSettings()])
+    def test_what_is_no_section_is_refused(self, wrong):
+        with pytest.raises(ConfigError, match=r"RunSettings\.model is .*; expected ModelSettings\.$"):
+            RunSettings(model=wrong)
+
+    def test_a_section_checks_its_own(self):
+        with pytest.raises(ConfigError, match=r"RolloutSettings\.batch_size is 0; expected an integer, at least 1"):
+            RunSettings(rollouts=RolloutSettings(batch_size=0))
+        with pytest.raises(TypeError, match="ModelSettings has no option 'model'"):
+            RunSettings(model=ModelSettings(model="tiny"))
+
+
+def test_every_setting_of_a_run_has_a_section_and_a_meaning():
+    names = {name for part in sections_of(RunSettings).values() for name in settings_of(part)}
+    assert settings_of(RunSettings).keys() == {"algo"} | names == meanings_of(RunSettings).keys()
+    assert {section_of(RunSettings, name) for name in names} == sections_of(RunSettings).keys()
+    assert (section_of(RunSettings, "algo"), section_of(RunSettings, "nothing")) == (None, None)

@@ -1,0 +1,104 @@
+"""A file of settings as version 0.2 had them, in one list, put into sections: :func:`migrated`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchrl_llm.runs.config import RunSettings
+from torchrl_llm.runs.settings_file import RENAMED, Loader, composed
+from torchrl_llm.utils.hints import nearest
+from torchrl_llm.utils.options import ConfigError
+from torchrl_llm.utils.sections import in_sections, section_of, sections_of, settings_of
+
+
+def migrated(path: Path) -> str:
+    """The text of a YAML file of settings, with each setting in its section under its name of
+    today; comments stay above what they are about.
+
+    Args:
+        path: a file without sections.
+
+    Raises:
+        ConfigError: the file cannot be read, has sections already, has a line that is no setting,
+            or lines that cannot be moved.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "old.yaml")
+        ...     _ = file.write_text("algo: GRPO\\n# Small.\\nbatch_size: 8\\nlr_actor: 1e-5\\ngroup_size: 4\\n")
+        ...     print(migrated(file), end="")
+        algo: GRPO
+        rollouts:
+          # Small.
+          batch_size: 8
+          group_size: 4
+        optim:
+          lr_actor: 1e-5
+    """
+    root = composed(path)
+    if not isinstance(root, yaml.MappingNode) or root.flow_style or not root.value:
+        raise ConfigError(f"{path}: expected settings, in lines of the form 'field: value'.")
+    names = [*_names(path, root)]
+    indent = root.start_mark.column
+    lines = [_dedented(line, indent) for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    ends = [_end(node) for _, node in root.value]
+    starts = [_above(lines, key.start_mark.line, end) for (key, _), end in zip(root.value, [0, *ends], strict=False)]
+    starts[0] = root.start_mark.line  # the comment above the first is the file's
+    found: dict[str, list[str]] = {name: [] for name in ("", *sections_of(RunSettings))}
+    for name, (key, _), start, end in zip(names, root.value, starts, [*starts[1:], ends[-1]], strict=True):
+        section, first = section_of(RunSettings, name) or "", key.start_mark.line
+        said = [*lines[start:first], lines[first].replace(str(key.value), name, 1), *lines[first + 1 : end]]
+        found[section] += [f"  {line}" if section and line else line for line in said]
+    parts = [([f"{section}:"] if section else []) + said for section, said in found.items() if said]
+    text = "\n".join([*lines[: starts[0]], *(line for part in parts for line in part), *lines[ends[-1] :]]) + "\n"
+    values = dict(zip(names, _loaded("\n".join(lines)).values(), strict=True))
+    if _loaded(text) != in_sections(RunSettings, values):
+        raise ConfigError(f"{path}: its lines cannot be moved as they are: write its settings into sections by hand.")
+    return text
+
+
+def _dedented(line: str, indent: int) -> str:
+    return line[indent:] if line[:indent].isspace() else line
+
+
+def _end(node: yaml.Node) -> int:
+    """The number of lines up to the last one of a value."""
+    return int(node.end_mark.line + (node.end_mark.column > 0))
+
+
+def _above(lines: list[str], line: int, end: int) -> int:
+    """The first line of the comment right above a line, behind the value before."""
+    while line > end and lines[line - 1].startswith("#"):
+        line -= 1
+    return line
+
+
+def _loaded(text: str) -> dict[str, Any]:
+    """The data of a text; none of one that is not YAML."""
+    try:
+        return dict(yaml.load(text, Loader))
+    except (yaml.YAMLError, TypeError, ValueError):
+        return {}
+
+
+def _names(path: Path, root: yaml.MappingNode) -> Iterator[str]:
+    """The names of today of the settings, in the order of the file."""
+    seen: set[str] = set()
+    for key, _ in root.value:
+        where = f"{path}, line {key.start_mark.line + 1}:"
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{where} expected 'field: value', and the field is not text.")
+        name = RENAMED.get(key.value, (key.value, ""))[0]
+        if name in sections_of(RunSettings):
+            raise ConfigError(f"{where} {name} is a section: the file has them already.")
+        if name not in settings_of(RunSettings):
+            raise ConfigError(f"{where} {name!r} is not a setting.{nearest(name, [*settings_of(RunSettings)])}")
+        if name in seen:
+            raise ConfigError(f"{where} {name} is given twice.")
+        seen.add(name)
+        yield name
