@@ -67,7 +67,7 @@ class TestHelp:
         of_name = command("train", "--help", "max-model-len", folder=tmp_path)
         assert of_name.stdout == command("train", "--help", "env", folder=tmp_path).stdout
         done = command("train", "--help", "rollout", folder=tmp_path)
-        assert "'rollout' is no topic of --help. Did you mean 'rollouts'?" in done.stderr
+        assert "'rollout' is no section of --help. Did you mean 'rollouts'?" in done.stderr
 
     def test_called_from_python_it_says_how_to_go_on_from_the_command_line(self, monkeypatch):
         seen, before = [], [*sys.argv]

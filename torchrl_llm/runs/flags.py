@@ -64,7 +64,7 @@ def add_settings(parser: ArgumentParser) -> None:
     add_flags(parser, [name for name in options_of(RunSettings) if name not in sections])
     for section, part in sections.items():
         add_flags(parser, [*options_of(part)], sections=True)
-        parser.topics[section] = (title_of(part), _section_parser(section, part))
+        parser.add_section(section, title_of(part), _section_parser(section, part))
 
 
 def _section_parser(section: str, part: type[Checked]) -> argparse.ArgumentParser:

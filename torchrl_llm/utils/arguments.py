@@ -28,8 +28,8 @@ class ArgumentParser(argparse.ArgumentParser):
         options: as of :class:`argparse.ArgumentParser`.
 
     Attributes:
-        topics: flags that ``--help`` leaves to ``--help TOPIC``: name -> title, and a parser that
-            has them.
+        sections: flags that ``--help`` leaves to ``--help SECTION``: name -> title, and a parser
+            that has them.
 
     Examples:
         >>> parser = ArgumentParser(prog="count")
@@ -50,52 +50,45 @@ class ArgumentParser(argparse.ArgumentParser):
             **options,
         )
         self.noun = noun
-        self.topics: dict[str, tuple[str, argparse.ArgumentParser]] = {}
-        self.add_argument(
-            "-h",
-            "--help",
-            action=_Help,
-            nargs="?",
-            metavar="TOPIC",
-            help="show this, or what belongs to a topic, and exit",
-        )
+        self.sections: dict[str, tuple[str, argparse.ArgumentParser]] = {}
+        self._help = self.add_argument("-h", "--help", action=_Help, nargs=0, help="show this and exit")
+
+    def add_section(self, name: str, title: str, parser: argparse.ArgumentParser) -> None:
+        """Leave flags to ``--help NAME``, which prints the help of a parser that has them."""
+        self.sections[name] = (title, parser)
+        self._help.nargs, self._help.metavar = "?", "SECTION"
+        self._help.help = "show this, or a section, and exit"
 
     def format_help(self) -> str:
-        """The help, and the topics of which ``--help`` says more."""
-        if not self.topics:
-            plain = (
-                super()
-                .format_help()
-                .replace("-h [TOPIC], --help [TOPIC]", "-h, --help")
-                .replace("[-h [TOPIC]]", "[-h]")
-            )
-            return plain.replace("this, or what belongs to a topic, and", "this and")
-        shown = [action for action in self._actions if self.topic_of(action.dest)]
-        # A completion of the shell leaves out what has no help.
-        said = [action.help for action in shown]
-        for action in shown:
+        """The help, and the sections of which ``--help`` says more."""
+        if not self.sections:
+            return super().format_help()
+        hidden = [(action, action.help) for action in self._actions if self.section_of(action.dest)]
+        # Not for good: a completion of the shell leaves out what has no help.
+        for action, _ in hidden:
             action.help = argparse.SUPPRESS
         text = super().format_help()
-        for action, help in zip(shown, said, strict=True):
-            action.help = help
-        width = max(map(len, self.topics))
-        lines = [f"  {name:{width}}  {title}" for name, (title, _) in self.topics.items()]
-        return "\n".join([text, f"{self.noun}s by topic (--help TOPIC lists them):", *lines, ""])
+        for action, said in hidden:
+            action.help = said
+        width = max(map(len, self.sections))
+        lines = [f"  {name:{width}}  {title}" for name, (title, _) in self.sections.items()]
+        return "\n".join([text, f"{self.noun}s by section (--help SECTION lists them):", *lines, ""])
 
-    def topic_of(self, name: str) -> str | None:
-        """The topic that is called so, or that has a flag of this name."""
-        if name in self.topics:
+    def section_of(self, name: str) -> str | None:
+        """The section that is called so, or that has a flag of this name."""
+        if name in self.sections:
             return name
         return next(
-            (topic for topic, (_, parser) in self.topics.items() if f"--{name}" in parser._option_string_actions), None
+            (section for section, (_, parser) in self.sections.items() if f"--{name}" in parser._option_string_actions),
+            None,
         )
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and the message alone: a usage may have a hundred lines."""
         lists = (
             f"--help lists every {self.noun}"
-            if not self.topics
-            else "--help lists the topics, --help TOPIC what belongs to one"
+            if not self.sections
+            else "--help lists the sections, --help SECTION what is in one"
         )
         said = printable(f"{self.prog}: error: {message} ({lists}.)")
         self.exit(2, f"{said}\n")
@@ -125,16 +118,15 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 class _Help(argparse.Action):
-    """``--help`` and ``--help TOPIC``."""
+    """``--help`` and ``--help SECTION``."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        topic = parser.topic_of((values or "").lstrip("-").replace("-", "_"))
-        if not parser.topics or values is None:
+        if not values:
             parser.print_help()
-        elif topic:
-            parser.topics[topic][1].print_help()
+        elif section := parser.section_of(values.lstrip("-").replace("-", "_")):
+            parser.sections[section][1].print_help()
         else:
-            parser.error(f"{values!r} is no topic of --help.{nearest(values, [*parser.topics])}")
+            parser.error(f"{values!r} is no section of --help.{nearest(values, [*parser.sections])}")
         parser.exit()
 
 

@@ -27,6 +27,7 @@ from typing import (
     Literal,
     NamedTuple,
     Self,
+    TypeGuard,
     TypeVar,
     Union,
     cast,
@@ -60,6 +61,7 @@ __all__ = [
     "check_value",
     "describe",
     "fits",
+    "is_section",
     "meanings",
     "options_class",
     "options_of",
@@ -180,10 +182,13 @@ def fits(value: object, hint: Any) -> bool:
     if hint is Path:
         return isinstance(value, str | PathLike)
     kind = origin or hint
-    # A section of settings (torchrl_llm.utils.sections) is a dataclass.
-    section = isinstance(kind, type) and is_dataclass(kind) and issubclass(kind, Checked)
-    checked = section or kind in (bool, str, dict, type(None))
-    return isinstance(value, kind) if checked else True
+    return isinstance(value, kind) if kind in (bool, str, dict, type(None)) or is_section(kind) else True
+
+
+def is_section(hint: Any) -> TypeGuard[type[Checked]]:
+    """Whether an annotation is a section of settings (:mod:`torchrl_llm.utils.sections`): a
+    :class:`Checked` dataclass."""
+    return isinstance(hint, type) and is_dataclass(hint) and issubclass(hint, Checked)
 
 
 def describe(hint: Any) -> str:

@@ -10,11 +10,19 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any, Self, TypeGuard
+from typing import Any, Self
 
 from torchrl_llm.utils.hints import nearest
-from torchrl_llm.utils.options import Checked, Option, check_idle, check_value, meanings, options_of, remembered
+from torchrl_llm.utils.options import (
+    Checked,
+    Option,
+    check_idle,
+    check_value,
+    is_section,
+    meanings,
+    options_of,
+    remembered,
+)
 
 __all__ = ["Sectioned", "in_sections", "meanings_of", "meant", "section_of", "sections_of", "settings_of"]
 
@@ -24,12 +32,8 @@ def sections_of(cls: type[Checked]) -> Mapping[str, type[Checked]]:
     """The fields of a class that are sections: name -> the class of the section. Other fields are
     settings themselves."""
     hints = {name: option.hint for name, option in options_of(cls).items()}
-    found = {name: hint for name, hint in hints.items() if _is_section(hint)}
+    found = {name: hint for name, hint in hints.items() if is_section(hint)}
     return types.MappingProxyType(found)
-
-
-def _is_section(hint: Any) -> TypeGuard[type[Checked]]:
-    return isinstance(hint, type) and is_dataclass(hint) and issubclass(hint, Checked)
 
 
 @remembered
@@ -138,7 +142,7 @@ class Sectioned(Checked):
 
     def values(self) -> dict[str, Any]:
         """All settings by name, without their sections."""
-        return _flat(type(self), {each.name: getattr(self, each.name) for each in fields(self)})  # type: ignore[arg-type]
+        return _flat(type(self), vars(self))
 
     def replace(self, **changes: Any) -> Self:
         """The settings with other values; arguments as of :meth:`from_values`."""
