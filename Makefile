@@ -134,8 +134,9 @@ test-lower: .venv-lower/.test ## run the quick tests with the oldest versions of
 test-vllm: $(VLLM)/.test ## run the tests that need vLLM, on CPUs (about 10 minutes, installs included)
 	$(TESTS) $(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m "vllm and not gpu and not real" tests
 
+# In a process of its own: after several sessions Ray's driver may crash when its process ends (ray-project/ray#31145), whatever the tests said.
 test-scale: $(RAY)/.test ## run the tests that need Ray, on this machine (about 8 minutes, installs included)
-	$(RUN) $(RAY)/bin/python -m pytest -m "ray and not vllm and not gpu" tests
+	$(RUN) $(RAY)/bin/python -m pytest -n 1 -m "ray and not vllm and not gpu" tests
 
 test-tune: .venv-tune/.test ## run the tests that need Ray Tune, on this machine (about 8 minutes, installs included)
 	$(RUN) .venv-tune/bin/python -m pytest -m tune tests/tuning
