@@ -21,9 +21,9 @@ from torchrl_llm.metrics import METRICS
 from torchrl_llm.runs import RunSettings
 from torchrl_llm.runs.config import shown_default
 from torchrl_llm.runs.schema import title_of
-from torchrl_llm.utils.options import describe, meanings, options_of
+from torchrl_llm.utils.options import describe
 from torchrl_llm.utils.other_systems import SYSTEMS
-from torchrl_llm.utils.sections import sections_of
+from torchrl_llm.utils.sections import meanings_of, sections_of, settings_in
 
 project = "torchrl_llm"
 author = "torchrl_llm contributors"
@@ -61,7 +61,10 @@ html_math_renderer = "mathml"
 # Every reference into this package must resolve. Those into other packages stay plain text: no
 # inventory is fetched.
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(?!torchrl_llm\.).*"), (r"py:.*", r".*\.(_AcceptedKeys|T|Lengths|_worker\..*)")]
+nitpick_ignore_regex = [
+    (r"py:.*", r"(?!torchrl_llm\.).*"),
+    (r"py:.*", r".*\.(_AcceptedKeys|T|Lengths|_worker\..*)"),
+]
 
 
 def _cell(text: str) -> str:
@@ -72,41 +75,67 @@ def _cell(text: str) -> str:
 
 def _keys_table(view: dict[keys.NestedKey, keys.KeySpec]) -> str:
     """Name, shape, writer and meaning of every key of a view, from the schema."""
-    constants = {value: name for name, value in vars(keys).items() if name.isupper() and isinstance(value, str | tuple)}
+    constants = {
+        value: name
+        for name, value in vars(keys).items()
+        if name.isupper() and isinstance(value, str | tuple)
+    }
     rows = []
     for name, spec in view.items():
-        shown = f'"{name}"' if isinstance(name, str) else "(" + ", ".join(f'"{part}"' for part in name) + ")"
+        shown = (
+            f'"{name}"'
+            if isinstance(name, str)
+            else "(" + ", ".join(f'"{part}"' for part in name) + ")"
+        )
         shape = f"`{keys.SHAPES[spec.axis]}` {str(spec.dtype).removeprefix('torch.')}"
-        rows.append(f"| `{shown}` | {shape} | {_cell(spec.meaning)} | {spec.writer} | `{constants[name]}` |")
-    return "\n".join(["| key | shape, dtype | meaning | writer | constant |", "|---|---|---|---|---|", *rows])
+        rows.append(
+            f"| `{shown}` | {shape} | {_cell(spec.meaning)} | {spec.writer} | `{constants[name]}` |"
+        )
+    return "\n".join(
+        [
+            "| key | shape, dtype | meaning | writer | constant |",
+            "|---|---|---|---|---|",
+            *rows,
+        ]
+    )
 
 
 def _metrics_table() -> str:
     """Name and meaning of every metric, one Markdown table a family."""
     parts = []
     for family in dict.fromkeys(name.partition("/")[0] for name in METRICS):
-        rows = [f"| `{name}` | {_cell(text)} |" for name, text in METRICS.items() if name.startswith(f"{family}/")]
-        parts.append("\n".join([f"## {family}", "", "| name | meaning |", "|---|---|", *rows]))
+        rows = [
+            f"| `{name}` | {_cell(text)} |"
+            for name, text in METRICS.items()
+            if name.startswith(f"{family}/")
+        ]
+        parts.append(
+            "\n".join([f"## {family}", "", "| name | meaning |", "|---|---|", *rows])
+        )
     return "\n\n".join(parts)
 
 
-def _settings_table(cls: type) -> str:
-    """The fields of a dataclass with the meaning that the docstrings below them give."""
-    meaning = meanings(cls)
+def _settings_table(section: str | None) -> str:
+    """The settings of a section with the meaning that the docstrings below them give."""
+    meaning = meanings_of(RunSettings)
     rows = [
         f"| `{name}` | {_cell(describe(option.hint))} | `{shown_default(name)}` | {_cell(meaning[name])} |"
-        for name, option in options_of(cls).items()
-        if name not in sections_of(cls)
+        for name, option in settings_in(RunSettings, section).items()
     ]
-    return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
+    return "\n".join(
+        ["| field | type | default | meaning |", "|---|---|---|---|", *rows]
+    )
 
 
 def _run_settings() -> str:
     """The settings of a run, a table for each section."""
-    tables = [_settings_table(RunSettings)]
-    for name, part in sections_of(RunSettings).items():
-        of = f"`{name}`: {{py:class}}`~{part.__module__.rpartition('.')[0]}.{part.__name__}`"
-        tables += [f"### {title_of(part)}", of, _settings_table(part)]
+    tables = [_settings_table(None)]
+    for name, kinds in sections_of(RunSettings).items():
+        of = ", ".join(
+            f"{{py:class}}`~{kind.__module__.rpartition('.')[0]}.{kind.__name__}`"
+            for kind in kinds
+        )
+        tables += [f"### {title_of(kinds)}", f"`{name}`: {of}", _settings_table(name)]
     return "\n\n".join(tables)
 
 
@@ -115,7 +144,9 @@ def _other_systems() -> str:
     parts = []
     for system, table in SYSTEMS.items():
         rows = [f"| `{name}` | {_cell(text)} |" for name, text in table.items()]
-        parts.append("\n".join([f"## {system}", "", "| theirs | ours |", "|---|---|", *rows]))
+        parts.append(
+            "\n".join([f"## {system}", "", "| theirs | ours |", "|---|---|", *rows])
+        )
     return "\n\n".join(parts)
 
 
@@ -135,7 +166,17 @@ PACKAGES = {
     "metrics": ("health", "rollouts"),
     "trainers": (),
     "runs": (
-        *("effective_settings", "finite", "loss_state", "outputs", "pieces", "recorded_groups", "recording", "resume", "run_files"),
+        *(
+            "effective_settings",
+            "finite",
+            "loss_state",
+            "outputs",
+            "pieces",
+            "recorded_groups",
+            "recording",
+            "resume",
+            "run_files",
+        ),
         *("run_folder", "run_info", "saved", "smollm2", "states"),
     ),
     "tuning": (),
@@ -143,7 +184,17 @@ PACKAGES = {
     "worlds": ("textworld", "openenv", "textarena", "mcp"),
     "cli": (),
     "testing": (
-        *("credit_worlds", "enumerable", "environments", "policies", "pretended_gpu", "pretended_gpu_plugin", "probes", "simulation", "take_away"),
+        *(
+            "credit_worlds",
+            "enumerable",
+            "environments",
+            "policies",
+            "pretended_gpu",
+            "pretended_gpu_plugin",
+            "probes",
+            "simulation",
+            "take_away",
+        ),
         *("tabular", "tiny", "tokenizers", "worlds"),
     ),
 }
@@ -155,7 +206,11 @@ HERE = {"RunSettings", "TrainerConfig", "KeySpec"}
 
 def _data_doc(module: str, name: str) -> list[str]:
     """The docstring below a constant, from whichever module of the package declares it."""
-    for source in (name for name in sorted(sys.modules) if name == module or name.startswith(f"{module}.")):
+    for source in (
+        name
+        for name in sorted(sys.modules)
+        if name == module or name.startswith(f"{module}.")
+    ):
         docs = ModuleAnalyzer.for_module(source).find_attr_docs()
         if ("", name) in docs:
             return docs["", name]
@@ -168,11 +223,23 @@ def _reference(module: str) -> str:
     loaded = import_module(module)
     public = {name: getattr(loaded, name) for name in getattr(loaded, "__all__", ())}
     package = ".".join(module.split(".")[:2])
-    callables = {name: value for name, value in public.items() if inspect.isclass(value) or inspect.isfunction(value)}
+    callables = {
+        name: value
+        for name, value in public.items()
+        if inspect.isclass(value) or inspect.isfunction(value)
+    }
     # What another package makes is documented there: two descriptions of one thing are an error.
-    members = [name for name, value in callables.items() if value.__module__.startswith(package)]
+    members = [
+        name
+        for name, value in callables.items()
+        if value.__module__.startswith(package)
+    ]
     others = [name for name in callables if name not in members]
-    constants = [name for name, value in public.items() if name not in callables and not inspect.ismodule(value)]
+    constants = [
+        name
+        for name, value in public.items()
+        if name not in callables and not inspect.ismodule(value)
+    ]
     lines = [
         f".. automodule:: {module}",
         "   :members:",
@@ -180,7 +247,14 @@ def _reference(module: str) -> str:
     ]
     lines += ["   :undoc-members:"] if module.endswith(".keys") else []
     if members:
-        lines += ["", "   .. autosummary::", "      :nosignatures:", "", *(f"      {name}" for name in members), ""]
+        lines += [
+            "",
+            "   .. autosummary::",
+            "      :nosignatures:",
+            "",
+            *(f"      {name}" for name in members),
+            "",
+        ]
     for name in constants:
         lines += [
             "",
@@ -200,9 +274,12 @@ def _write_reference(folder: Path) -> None:
         package = f"torchrl_llm.{name}"
         pages = [package, *(f"{package}.{part}" for part in parts)]
         text = "\n\n".join(
-            f"{page}\n{('-' if part else '=') * len(page)}\n\n{_reference(page)}" for part, page in enumerate(pages)
+            f"{page}\n{('-' if part else '=') * len(page)}\n\n{_reference(page)}"
+            for part, page in enumerate(pages)
         )
-        for found in pkgutil.iter_modules(getattr(import_module(package), "__path__", [])):
+        for found in pkgutil.iter_modules(
+            getattr(import_module(package), "__path__", [])
+        ):
             if found.name not in parts and not found.name.startswith("_"):
                 text += f"\n\n.. py:module:: {package}.{found.name}"
         path = folder / f"{name}.rst"
@@ -212,7 +289,13 @@ def _write_reference(folder: Path) -> None:
 
 _write_reference(Path(__file__).parent / "api")
 
-myst_enable_extensions = ["dollarmath", "amsmath", "substitution", "colon_fence", "deflist"]
+myst_enable_extensions = [
+    "dollarmath",
+    "amsmath",
+    "substitution",
+    "colon_fence",
+    "deflist",
+]
 myst_heading_anchors = 3
 myst_substitutions = {
     "turn_view": _keys_table(keys.TURN_VIEW),
@@ -234,7 +317,9 @@ def _constructor_signature(app, what, name, obj, options, signature, return_anno
     it."""
     if what == "class" and signature and signature.startswith("(*args"):
         shown = sphinx_inspect.signature(obj.__init__, bound_method=True)
-        return sphinx_inspect.stringify_signature(shown, show_return_annotation=False, unqualified_typehints=True), None
+        return sphinx_inspect.stringify_signature(
+            shown, show_return_annotation=False, unqualified_typehints=True
+        ), None
     return None
 
 

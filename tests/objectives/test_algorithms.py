@@ -97,7 +97,7 @@ class TestLLMPPOLoss:
         assert (loss.ratio_level, loss.weighting, loss.clip_low, loss.clip_high) == ("token", "token", 0.2, 0.2)
         assert (loss.value_estimator.gamma, loss.value_estimator.lmbda) == (0.99, 0.95)
         with pytest.raises(ValueError, match="clip_value"):
-            LLMPPOLoss(table_actor(), table_critic(), clip_value=0.0)
+            LLMPPOLoss(table_actor(), table_critic(), clip_value=-0.1)
 
 
 class TestLLMReinforceLoss:

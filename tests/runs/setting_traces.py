@@ -218,7 +218,7 @@ def built(config: RunSettings, env: Any) -> dict[str, Any]:
 def graded(config: RunSettings, env: Any) -> Any:
     """The gradient on a batch whose log-probs are not the model's: for runs that do not repeat,
     with ``max_staleness``."""
-    run = build_run(config.replace(collector="turn", max_staleness=None, sampler_bounds=None, sampler_level=None))
+    run = build_run(config.replace(collector="turn", max_staleness=None, sampler_bounds=None, sampler_level="token"))
     next(iter(run.trainer.collector))
     rows = run.trainer.replay_buffer[:].contiguous()
     rows["old_log_prob"] = rows["sample_log_prob"] + torch.linspace(0, 2, rows["sample_log_prob"].shape[1])

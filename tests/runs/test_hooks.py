@@ -182,7 +182,7 @@ def test_options_reach_the_loss_and_its_own_estimator():
     config = RunSettings.from_values(algo="GRPO", group_size=4, gamma=0.9)
     options = config.loss_options(Discounted)
     assert (options["gamma"], options["estimator"].gamma) == (0.9, 0.9)
-    assert isinstance(RunSettings(algo="LLMREINFORCE").loss_options(Grouped)["estimator"], GroupRelative)
+    assert isinstance(RunSettings.from_values(algo="LLMREINFORCE").loss_options(Grouped)["estimator"], GroupRelative)
     with pytest.raises(ConfigError, match='granularity="auto" is decided by the environment'):
         RunSettings.from_values(granularity="auto").loss_options()
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from torchrl_llm.cli import main
 from torchrl_llm.runs import ConfigError, RunSettings
-from torchrl_llm.runs.migrate import migrated
+from torchrl_llm.runs.migrate import migrated, settings_of_now
 from torchrl_llm.runs.settings_file import as_yaml
 from torchrl_llm.utils.sections import sections_of
 
@@ -166,3 +166,28 @@ def test_a_file_of_0_2_is_told_the_command(tmp_path):
         match=r"line 1: batch_size stands in the section rollouts: torchrl-llm migrate translates",
     ):
         RunSettings.from_yaml(tmp_path / "old.yaml")
+
+
+def test_what_0_2_saved_is_read_as_what_it_was():
+    """It saved the options of all algorithms, and None for a default."""
+    none = dict.fromkeys(("estimator", "critic_coeff", "imitate", "credit", "gamma", "clip_value", "lmbda"))
+    assert settings_of_now({"algo": "LLMPPO", **none, "clip_value": 0.0, "seed": 3}) == {
+        **RunSettings.from_values(clip_value=0.0, seed=3).as_json()
+    }
+    saved = settings_of_now({"algo": "SFT", **none, "imitate": "success"})
+    assert RunSettings.from_values(**saved) == RunSettings.from_values(algo="SFT", imitate="success")
+    assert settings_of_now(saved) == saved
+    assert settings_of_now({}) == RunSettings().as_json()
+
+
+def test_what_is_saved_now_may_be_none():
+    saved = RunSettings.from_values(clip_value=None).as_json()
+    assert settings_of_now(saved) == saved
+    assert saved["clip_value"] is None
+
+
+def test_null_was_a_default(tmp_path):
+    path = tmp_path / "old.yaml"
+    path.write_text("algo: LLMPPO\nclip_value: null\n")
+    with pytest.raises(ConfigError, match=r"line 2: clip_value: null was the algorithm's default before 0\.3\.0"):
+        migrated(path)

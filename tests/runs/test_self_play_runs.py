@@ -254,7 +254,7 @@ def test_it_learns_to_beat_the_player_that_it_imitated(tmp_path):
         "record_interval": 0,
     }
     imitating = {"algo": "SFT", "demonstrations": f"{GAMES}:take_at_random", "lr_actor": 1e-2, "max_iterations": 50}
-    imitating |= {"estimator": None, "gamma": None}
+    imitating |= {"estimator": None, "gamma": 1.0}
     warm = build_run(small(tmp_path / "warm", **common | imitating), env=TakeAway)
     warm.trainer.train()
     warm.models.model.save_pretrained(tmp_path / "start")

@@ -67,7 +67,7 @@ def test_a_run_with_adapters_teaches_its_own_start(tmp_path):
 @pytest.mark.parametrize("algo", ["LLMREINFORCE", "GRPO"])
 def test_a_kl_in_the_reward_teaches_too(tmp_path, teacher, algo):
     """The default of LLMREINFORCE: its advantages come from the KL."""
-    settings = DISTILL | {"kl_in": "reward", "kl_kind": None}
+    settings = DISTILL | {"kl_in": "reward", "kl_kind": "k3"}
     run = build_run(small_config(tmp_path, algo, teacher=str(teacher), **settings, lr_actor=1e-3, max_iterations=1))
     before = weights(run)
     (metrics,) = run.trainer.train()

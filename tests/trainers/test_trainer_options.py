@@ -10,11 +10,11 @@ from torchrl_llm import keys
 from torchrl_llm.collectors.stock import StockCollector
 from torchrl_llm.data import nonzero_variance, overlong, penalize_overlong
 from torchrl_llm.objectives import GroupRelative, TurnVTrace
-from torchrl_llm.runs import ConfigError, RunSettings, build_run, make_objective
-from torchrl_llm.runs.config import LOSSES, loss_settings
+from torchrl_llm.runs import ConfigError, build_run, make_objective
+from torchrl_llm.runs.loss_settings import ALGORITHMS
 from torchrl_llm.testing.environments import Echo
 from torchrl_llm.trainers import Callback, LLMTrainer
-from torchrl_llm.utils.sections import settings_of
+from torchrl_llm.utils.options import options_of
 
 
 class TestOptions:
@@ -31,13 +31,16 @@ class TestOptions:
         assert (loss.clip_low, loss.clip_high, loss.weighting, loss.weight_constant) == (1.0, 0.3, "constant", 64.0)
         assert (loss.sampler_correction, loss.sampler_bounds) == ("mask", (0.5, 5.0))
         assert (loss.sampler_level, loss.sampler_reduction) == ("turn", "mean")
-        assert make_objective(small_config(tmp_path, "LLMPPO", clip_value=0.0), ModelStub).clip_value is None
+        assert make_objective(small_config(tmp_path, "LLMPPO", clip_value=None), ModelStub).clip_value is None
 
     def test_every_field_of_the_algorithm_is_handed_on(self):
-        """Every option of every loss is a setting that ``make_objective`` hands on."""
-        names = {name for algo in LOSSES for name in loss_settings(algo)}
-        assert names <= settings_of(RunSettings).keys()
-        assert {"gamma", "clip_epsilon", "lmbda", "normalize_over", "credit"} <= names
+        """All options of a loss and its estimator are settings, but those that a run decides."""
+        decided = {"actor", "critic", "joint", "estimator", "value_network", "single_turn", "partial", "process_group"}
+        decided |= {"group_size", "value_chunk_size", "ddof", "eps"}
+        for kind in ALGORITHMS:
+            parts = options_of(kind.loss).keys() | options_of(kind.loss.default_value_estimator).keys()
+            inherited = {"kl_coeff", "discounted_objective", "clip_advantage"} if kind.__name__ == "SFT" else set()
+            assert parts - decided - inherited == options_of(kind).keys() - {"estimator"}
 
     @pytest.mark.parametrize(("choice", "top_p", "scored"), [("sampler", 0.8, False), ("scorer", 1.0, True)])
     def test_old_log_probs(self, tmp_path, choice, top_p, scored):

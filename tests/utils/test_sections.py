@@ -1,5 +1,6 @@
 """Settings in sections, apart from what they are."""
 
+import inspect
 from dataclasses import field, make_dataclass
 
 import pytest
@@ -8,7 +9,15 @@ from hypothesis import strategies as st
 
 from torchrl_llm.runs import ModelSettings, RolloutSettings, RunSettings
 from torchrl_llm.utils.options import Checked, ConfigError, Count, Idle, IdleError
-from torchrl_llm.utils.sections import Sectioned, in_sections, meanings_of, section_of, sections_of, settings_of
+from torchrl_llm.utils.sections import (
+    Alternative,
+    Sectioned,
+    in_sections,
+    meanings_of,
+    section_of,
+    sections_of,
+    settings_of,
+)
 
 
 def dataclass_of(name, *fields, base=Checked, **namespace):
@@ -94,7 +103,78 @@ class TestErrors:
 
 
 def test_every_setting_of_a_run_has_a_section_and_a_meaning():
-    names = {name for part in sections_of(RunSettings).values() for name in settings_of(part)}
+    names = {name for kinds in sections_of(RunSettings).values() for kind in kinds for name in settings_of(kind)}
     assert settings_of(RunSettings).keys() == {"algo"} | names == meanings_of(RunSettings).keys()
     assert {section_of(RunSettings, name) for name in names} == sections_of(RunSettings).keys()
     assert (section_of(RunSettings, "algo"), section_of(RunSettings, "nothing")) == (None, None)
+
+
+def option_class(name, *fields, base=Alternative, **namespace):
+    return dataclass_of(name, *fields, base=base, named_by="method", **namespace)
+
+
+Adam = option_class("Adam", ("lr", float, 0.1), ("beta", float, 0.9))
+SGD = option_class("SGD", ("lr", float, 1.0), ("momentum", float, 0.0), harmless={"beta": 0})
+STEP = ("step", Adam | SGD, field(default_factory=Adam))
+METHOD = property(lambda run: type(run.step).__name__, doc="How a step is taken.")
+Fit = dataclass_of("Fit", ("seed", int, 0), STEP, base=Sectioned, method=METHOD)
+
+
+class TestAlternatives:
+    """A section that has one of several classes."""
+
+    def test_the_class_is_named_by_a_setting(self):
+        assert Fit().values() == {"seed": 0, "method": "Adam", "lr": 0.1, "beta": 0.9}
+        fit = Fit.from_values(method="SGD", momentum=0.5)
+        assert fit == Fit(step=SGD(momentum=0.5)) == Fit.from_values(**fit.values())
+        assert fit.values() == {"seed": 0, "method": "SGD", "lr": 1.0, "momentum": 0.5}
+        assert in_sections(Fit, fit.values()) == {"method": "SGD", "seed": 0, "step": {"lr": 1.0, "momentum": 0.5}}
+
+    def test_another_class_begins_with_its_defaults(self):
+        fit = Fit(seed=3, step=Adam(lr=0.5, beta=0.5))
+        assert fit.replace(method="SGD") == fit.replace(step=SGD()) == Fit(seed=3, step=SGD())
+        assert fit.replace(method="SGD", lr=0.2) == Fit(seed=3, step=SGD(lr=0.2))
+        assert fit.replace(method="Adam", lr=0.2).step == Adam(lr=0.2, beta=0.5)
+
+    def test_settings_are_those_of_all_classes_and_have_a_default_where_these_agree(self):
+        assert [*settings_of(Fit)] == ["method", "seed", "lr", "beta", "momentum"]
+        assert settings_of(Fit)["lr"].default is inspect.Parameter.empty
+        assert (settings_of(Fit)["method"].default, settings_of(Fit)["beta"].default) == ("Adam", 0.9)
+        assert [section_of(Fit, name) for name in ("method", "momentum")] == [None, "step"]
+        assert {name: option.default for name, option in Fit(step=SGD()).options().items()}.items() >= {
+            ("lr", 1.0),
+            ("momentum", 0.0),
+        }
+
+    @pytest.mark.parametrize(
+        ("values", "said"),
+        [
+            (
+                {"momentum": 0.1},
+                r'momentum=0\.1 does nothing with method=\'Adam\': leave it out, or set method to "SGD"\.',
+            ),
+            ({"method": "SGD", "beta": 0.9}, r"beta=0\.9 does nothing with method='SGD'"),
+            ({"method": "RMSprop"}, r"method is 'RMSprop'; expected one of 'Adam', 'SGD'\."),
+        ],
+    )
+    def test_settings_of_another_class_are_refused(self, values, said):
+        with pytest.raises(ConfigError, match=said):
+            Fit.from_values(**values)
+
+    def test_what_asks_for_what_happens_anyway_is_left_out(self):
+        assert Fit.from_values(method="SGD", beta=0).step == SGD()
+
+    def test_the_name_of_the_class_beside_the_sections_is_told_what_to_write(self):
+        with pytest.raises(
+            TypeError, match=r"Fit has no option 'method'\. It is the class of a section: Fit\(step=SGD\("
+        ):
+            Fit(method="SGD")
+        with pytest.raises(TypeError, match=r"It stands in the section step: Fit\(step=SGD\(momentum=\.\.\.\)\)\.$"):
+            Fit(momentum=0.5)
+
+    def test_a_subclass_is_refused(self):
+        mine = option_class("Mine", base=Adam)
+        with pytest.raises(ConfigError, match=r"step is a subclass, Mine; expected Adam or SGD itself\."):
+            Fit(step=mine())
+        with pytest.raises(ConfigError, match=r"Fit\.step is 'SGD'; expected Adam or SGD\."):
+            Fit(step="SGD")

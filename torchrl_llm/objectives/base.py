@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import InitVar, dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,30 @@ from torchrl_llm.objectives.estimators.critic import TurnGAE
 from torchrl_llm.objectives.estimators.rows import RowReader
 from torchrl_llm.utils.options import Checked, Idle, NonNegative, Positive
 
+KLPlace = Literal["loss", "reward"]
+
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class TurnLoss(Checked, RowReader, LossModule):
+class TurnLossOptions(Checked):
+    """Options of every loss: which tokens count how much, and the entropy bonus."""
+
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle(("weight_constant",), {"weighting": ("token", "turn", "sequence")}, 'set weighting to "constant"'),
+        Idle(("entropy_target",), {"entropy_coeff": (0,)}, "give the bonus a weight"),
+    )
+
+    weighting: F.WeightKind = "token"
+    """What counts equally in the loss: "token", "turn", "sequence", or "constant"."""
+    weight_constant: Positive | None = None
+    """Tokens per episode of weighting="constant"."""
+    entropy_coeff: NonNegative = 0.0
+    """Weight of the entropy bonus."""
+    entropy_target: Positive | None = None
+    """Entropy of a token, in nats, up to which the bonus pays for it; None sets no bound."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class TurnLoss(TurnLossOptions, RowReader, LossModule):
     """Base class of the losses over episodes: which tokens count how much, the entropy bonus, and
     the estimator.
 
@@ -75,16 +96,11 @@ class TurnLoss(Checked, RowReader, LossModule):
     default_keys = _AcceptedKeys
     default_value_estimator: ClassVar[type[TurnEstimator]]
 
-    idle: ClassVar[tuple[Idle, ...]] = (
-        Idle(("weight_constant",), {"weighting": ("token", "turn", "sequence")}, 'set weighting to "constant"'),
-        Idle(("entropy_target",), {"entropy_coeff": (0,)}, "give the bonus a weight"),
-    )
-
     _weight_names: ClassVar[tuple[str, ...]] = ("loss_weight",)
 
     # No fields: only losses that compare with another policy have them as options.
     kl_coeff = 0.0
-    kl_in = "loss"
+    kl_in: ClassVar[KLPlace] = "loss"
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         check_names(cls, options)
@@ -94,17 +110,9 @@ class TurnLoss(Checked, RowReader, LossModule):
     actor: InitVar[TensorDictModuleBase] = field(kw_only=False)
     critic: InitVar[TensorDictModuleBase | None] = field(default=None, kw_only=False)
     estimator: InitVar[ValueEstimatorBase | type[ValueEstimatorBase] | None] = None
-    weighting: F.WeightKind = "token"
-    """What counts equally in the loss: "token", "turn", "sequence", or "constant"."""
-    weight_constant: Positive | None = None
-    """Tokens per episode of weighting="constant"."""
-    entropy_coeff: NonNegative = 0.0
-    """Weight of the entropy bonus."""
-    entropy_target: Positive | None = None
-    """Entropy of a token, in nats, up to which the bonus pays for it; None sets no bound."""
 
     def __post_init__(self, actor: TensorDictModuleBase, critic: TensorDictModuleBase | None, estimator: Any) -> None:
-        super().__init__()
+        LossModule.__init__(self)  # super() is the constructor of the options
         self.actor_network = actor
         self.critic_network: Any = critic  # None without one
         # Of entropy_target and kl_coeff; a trainer sets them before each update.

@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrl_llm.objectives.estimators.group_relative import GroupRelative
-from torchrl_llm.objectives.loss import TurnPolicyLoss
+from torchrl_llm.objectives.loss import PolicyLossOptions, TurnPolicyLoss
 from torchrl_llm.utils.options import NonNegative
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class LLMGRPOLoss(TurnPolicyLoss):
+class GRPOOptions(PolicyLossOptions):
+    """Options of :class:`LLMGRPOLoss`: those of the policy loss, with defaults of its own."""
+
+    kl_coeff: NonNegative = 5e-4
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class LLMGRPOLoss(GRPOOptions, TurnPolicyLoss):
     """Group-relative policy optimization (Shao et al., 2024, arXiv:2402.03300), without a critic.
 
     :class:`~torchrl_llm.objectives.TurnPolicyLoss` with the group as the baseline. Related
@@ -37,5 +44,3 @@ class LLMGRPOLoss(TurnPolicyLoss):
     """
 
     default_value_estimator = GroupRelative
-
-    kl_coeff: NonNegative = 5e-4

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrl_llm import functional as F
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives.base import TurnLoss
+from torchrl_llm.objectives.base import KLPlace, TurnLoss, TurnLossOptions
 from torchrl_llm.objectives.checks import check_estimator, check_objective
 from torchrl_llm.objectives.estimators.base import TurnEstimator
 from torchrl_llm.objectives.estimators.returns import ReBN
@@ -24,11 +24,56 @@ from torchrl_llm.utils.options import Bound, Idle, NonNegative, Ratio
 
 UnitWeight = Literal["by_tokens", "equal"]
 Clipping = Literal["ppo", "cispo", "none"]
-KLPlace = Literal["loss", "reward"]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class TurnPolicyLoss(TurnLoss):
+class PolicyLossOptions(TurnLossOptions):
+    """Options of policy losses: the clipped ratio, the KL, and the sampler correction."""
+
+    idle: ClassVar[tuple[Idle, ...]] = (
+        *TurnLossOptions.idle,
+        Idle(("clip_epsilon",), {"clipping": ("none",)}, 'set clipping to "ppo" or "cispo"'),
+        Idle(("dual_clip",), {"clipping": ("cispo", "none")}, 'set clipping to "ppo"'),
+        Idle(
+            ("ratio_reduction", "unit_weight"), {"ratio_level": ("token",)}, 'set ratio_level to "turn" or "sequence"'
+        ),
+        Idle(("kl_kind",), {"kl_in": ("reward",)}, 'set kl_in to "loss"'),
+        Idle(("kl_kind", "kl_in"), {"kl_coeff": (0,)}, "give the KL a weight"),
+        Idle(("sampler_bounds", "sampler_level", "sampler_reduction"), {"sampler_correction": (None,)}, "choose one"),
+        Idle(("sampler_reduction",), {"sampler_level": ("token",)}, 'set sampler_level to "turn" or "sequence"'),
+    )
+
+    clipping: Clipping = "ppo"
+    """The objective: "ppo", "cispo" (every token keeps its gradient), or "none"."""
+    clip_epsilon: NonNegative | tuple[NonNegative, NonNegative] = 0.2
+    """How far the ratio may move from 1, one number or [low, high]."""
+    dual_clip: Ratio | None = None
+    """Ratio beyond which a negative advantage has no gradient either ("ppo"); None is off."""
+    ratio_level: F.RatioLevel = "token"
+    """Importance ratio per "token", "turn" or "sequence"."""
+    ratio_reduction: F.RatioReduction = "mean"
+    """A unit's log-ratio is the "sum" of its tokens' or their "mean"."""
+    unit_weight: UnitWeight = "by_tokens"
+    """A unit counts "by_tokens", or all units are "equal"."""
+    kl_coeff: NonNegative = 0.0
+    """Weight of the KL to the reference model (AgileRL's beta); 0 needs no reference."""
+    kl_kind: F.KLKind = "k3"
+    """The KL in the loss: "k3" or "k2"."""
+    kl_in: KLPlace = "loss"
+    """The KL in the "loss" or in the "reward"."""
+    sampler_correction: F.SamplerCorrection | None = None
+    """For samplers whose log-probs are not the trainer's: "truncate", "mask" or "reject"; None is
+    off."""
+    sampler_bounds: Bound | tuple[Bound, Bound] | None = None
+    """The correction's cap ("truncate"), or [low, high]."""
+    sampler_level: F.RatioLevel = "token"
+    """What has one such weight: "token", "turn" or "sequence"."""
+    sampler_reduction: F.RatioReduction = "sum"
+    """A unit's weight is computed from the "sum" or of the "mean" of its tokens' log-ratios."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class TurnPolicyLoss(PolicyLossOptions, TurnLoss):
     """Policy loss over episodes: advantage x ratio level x clipping x weights x KL x entropy x
     sampler correction.
 
@@ -107,47 +152,6 @@ class TurnPolicyLoss(TurnLoss):
     """
 
     default_value_estimator: ClassVar[type[TurnEstimator]] = ReBN
-
-    idle: ClassVar[tuple[Idle, ...]] = (
-        *TurnLoss.idle,
-        Idle(("clip_epsilon",), {"clipping": ("none",)}, 'set clipping to "ppo" or "cispo"'),
-        Idle(("dual_clip",), {"clipping": ("cispo", "none")}, 'set clipping to "ppo"'),
-        Idle(
-            ("ratio_reduction", "unit_weight"), {"ratio_level": ("token",)}, 'set ratio_level to "turn" or "sequence"'
-        ),
-        Idle(("kl_kind",), {"kl_in": ("reward",)}, 'set kl_in to "loss"'),
-        Idle(("kl_kind", "kl_in"), {"kl_coeff": (0,)}, "give the KL a weight"),
-        Idle(("sampler_bounds", "sampler_level", "sampler_reduction"), {"sampler_correction": (None,)}, "choose one"),
-        Idle(("sampler_reduction",), {"sampler_level": ("token",)}, 'set sampler_level to "turn" or "sequence"'),
-    )
-
-    clipping: Clipping = "ppo"
-    """The objective: "ppo", "cispo" (every token keeps its gradient), or "none"."""
-    clip_epsilon: NonNegative | tuple[NonNegative, NonNegative] = 0.2
-    """How far the ratio may move from 1, one number or [low, high]."""
-    dual_clip: Ratio | None = None
-    """Ratio beyond which a negative advantage has no gradient either ("ppo"); None is off."""
-    ratio_level: F.RatioLevel = "token"
-    """Importance ratio per "token", "turn" or "sequence"."""
-    ratio_reduction: F.RatioReduction = "mean"
-    """A unit's log-ratio is the "sum" of its tokens' or their "mean"."""
-    unit_weight: UnitWeight = "by_tokens"
-    """A unit counts "by_tokens", or all units are "equal"."""
-    kl_coeff: NonNegative = 0.0
-    """Weight of the KL to the reference model (AgileRL's beta); 0 needs no reference."""
-    kl_kind: F.KLKind = "k3"
-    """The KL in the loss: "k3" or "k2"."""
-    kl_in: KLPlace = "loss"
-    """The KL in the "loss" or in the "reward"."""
-    sampler_correction: F.SamplerCorrection | None = None
-    """For samplers whose log-probs are not the trainer's: "truncate", "mask" or "reject"; None is
-    off."""
-    sampler_bounds: Bound | tuple[Bound, Bound] | None = None
-    """The correction's cap ("truncate"), or [low, high]."""
-    sampler_level: F.RatioLevel = "token"
-    """What has one such weight: "token", "turn" or "sequence"."""
-    sampler_reduction: F.RatioReduction = "sum"
-    """A unit's weight is computed from the "sum" or of the "mean" of its tokens' log-ratios."""
 
     def __post_init__(self, actor: TensorDictModuleBase, critic: TensorDictModuleBase | None, estimator: Any) -> None:
         bounds = self.clip_epsilon

@@ -13,12 +13,23 @@ from torch import Tensor
 from torchrl_llm import functional as F
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives.estimators.critic import TurnGAE
-from torchrl_llm.objectives.loss import TurnPolicyLoss
-from torchrl_llm.utils.options import NonNegative, Positive
+from torchrl_llm.objectives.loss import PolicyLossOptions, TurnPolicyLoss
+from torchrl_llm.utils.options import NonNegative
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class LLMPPOLoss(TurnPolicyLoss):
+class PPOOptions(PolicyLossOptions):
+    """Options of :class:`LLMPPOLoss`: those of the policy loss, and the critic's term."""
+
+    critic_coeff: NonNegative = 0.5
+    """Weight of the critic's term."""
+    clip_value: NonNegative | None = 0.2
+    """How far a value may move from the old one; None or 0 sets no bound."""
+    kl_coeff: NonNegative = 0.01
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class LLMPPOLoss(PPOOptions, TurnPolicyLoss):
     """Proximal policy optimization with a critic (Schulman et al., 2017, arXiv:1707.06347) and
     turn-level GAE.
 
@@ -39,7 +50,8 @@ class LLMPPOLoss(TurnPolicyLoss):
 
     Keyword Args:
         critic_coeff: weight of the critic's term. Default: 0.5.
-        clip_value: how far the value may move from the estimator's; ``None`` is off. Default: 0.2.
+        clip_value: how far the value may move from the estimator's; ``None`` or 0 is off.
+            Default: 0.2.
         estimator: Default: :class:`~torchrl_llm.objectives.TurnGAE`.
         kl_coeff: weight of the KL to the reference. Default: 0.01.
         **options: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
@@ -51,12 +63,6 @@ class LLMPPOLoss(TurnPolicyLoss):
 
     critic: InitVar[TensorDictModuleBase] = field(kw_only=False)
     joint: InitVar[TensorDictModuleBase | None] = None
-    critic_coeff: NonNegative = 0.5
-    """Weight of the critic's term."""
-    clip_value: Positive | None = 0.2
-    """How far a value may move from the old one; no bound: None in the loss, 0 in the settings of a
-    run."""
-    kl_coeff: NonNegative = 0.01
 
     def __post_init__(
         self, actor: TensorDictModuleBase, critic: TensorDictModuleBase | None, estimator: Any, joint: Any
@@ -104,7 +110,7 @@ class LLMPPOLoss(TurnPolicyLoss):
         target = self._frozen(rows, "value_target", hint)
         error = (value - target).square()
         clipped = torch.zeros_like(turn_ids, dtype=torch.bool)
-        if self.clip_value is not None:
+        if self.clip_value:
             # Pooled as the new values are; otherwise values of different tokens would be compared.
             old = self._pool(self._frozen(rows, "value", hint), turn_ids)
             near = old + (value - old).clamp(-self.clip_value, self.clip_value)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchrl_llm.objectives.base import KLPlace
 from torchrl_llm.objectives.estimators.returns import ReBN
-from torchrl_llm.objectives.loss import KLPlace, TurnPolicyLoss
+from torchrl_llm.objectives.loss import PolicyLossOptions, TurnPolicyLoss
 from torchrl_llm.utils.options import NonNegative
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class LLMReinforceLoss(TurnPolicyLoss):
+class ReinforceOptions(PolicyLossOptions):
+    """Options of :class:`LLMReinforceLoss`."""
+
+    kl_coeff: NonNegative = 0.01
+    kl_in: KLPlace = "reward"
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class LLMReinforceLoss(ReinforceOptions, TurnPolicyLoss):
     """REINFORCE (Williams, 1992) with return batch normalization; the clipped ratio allows more
     than one epoch.
 
@@ -18,18 +27,9 @@ class LLMReinforceLoss(TurnPolicyLoss):
     sum is exact, and no critic. REINFORCE++ (Hu et al., 2025, arXiv:2501.03262) without its
     baseline is ``estimator=ReBN(granularity="token")``.
 
-    Args:
-        actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
-
-    Keyword Args:
-        estimator: Default: :class:`~torchrl_llm.objectives.ReBN`.
-        kl_coeff: weight of the KL to the reference. Default: 0.01.
-        kl_in: subtract the KL from the ``"reward"``, or add it to the ``"loss"``. Default:
-            ``"reward"``.
-        **options: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
+    Arguments are those of :class:`~torchrl_llm.objectives.TurnPolicyLoss`. Defaults of its own:
+    ``estimator`` is :class:`~torchrl_llm.objectives.ReBN`, ``kl_coeff`` 0.01, ``kl_in``
+    ``"reward"``.
     """
 
     default_value_estimator = ReBN
-
-    kl_coeff: NonNegative = 0.01
-    kl_in: KLPlace = "reward"

@@ -7,7 +7,7 @@ from torchrl_llm.runs.checkpoint import CheckpointStore
 from torchrl_llm.runs.checkpoint_files import verify
 from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.flags import parse_settings, resume_command
-from torchrl_llm.runs.loss_settings import LossSettings
+from torchrl_llm.runs.loss_settings import GRPO, LLMPPO, LLMREINFORCE, SFT, LossSettings
 from torchrl_llm.runs.opponents import Match, play_match
 from torchrl_llm.runs.recorder import RolloutRecorder
 from torchrl_llm.runs.run import Run, build_run
@@ -28,6 +28,10 @@ from torchrl_llm.utils.interrupts import Interrupted, catch_signals, interruptib
 from torchrl_llm.utils.options import ConfigError
 
 __all__ = [
+    "GRPO",
+    "LLMPPO",
+    "LLMREINFORCE",
+    "SFT",
     "ChatSettings",
     "CheckpointStore",
     "ConfigError",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 from tensordict.nn import TensorDictModuleBase
 
@@ -21,15 +21,7 @@ from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.objectives.checks import wrong_penalty
 from torchrl_llm.runs import wrong_settings
 from torchrl_llm.runs.idle_settings import IDLE
-from torchrl_llm.runs.loss_settings import (
-    LOSSES,
-    NO_ACTOR,
-    NO_CRITIC,
-    LossOptions,
-    LossSettings,
-    estimator_of,
-    loss_settings,
-)
+from torchrl_llm.runs.loss_settings import ALGORITHMS, GRPO, LLMPPO, LLMREINFORCE, NO_ACTOR, NO_CRITIC, SFT
 from torchrl_llm.runs.settings import (
     ATTENTION,
     Algorithm,
@@ -49,7 +41,7 @@ from torchrl_llm.runs.settings_file import read_settings, write_settings
 from torchrl_llm.trainers.config import NOTHING_TO_CORRECT, TrainerConfig
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.options import ConfigError, Idle, brief_repr, options_of
-from torchrl_llm.utils.sections import Sectioned, in_sections, settings_of
+from torchrl_llm.utils.sections import Sectioned, in_sections, section_of, settings_of
 
 
 def shown_default(name: str, algo: Algorithm | None = None) -> str:
@@ -64,15 +56,15 @@ def shown_default(name: str, algo: Algorithm | None = None) -> str:
         >>> shown_default("gamma", "GRPO")
         '1.0'
     """
-    if name not in names_of(LossOptions):
+    if section_of(RunSettings, name) != "loss":
         return str(settings_of(RunSettings)[name].default)
     algorithms: dict[str, list[str]] = {}
-    for each in LOSSES:
-        if name in (options := loss_settings(each)) and algo in (None, each):
+    for each in ALGORITHMS:
+        if name in (options := options_of(each)) and algo in (None, each.__name__):
             default = options[name].default
-            if default is None and name in options_of(kind := estimator_of(each)):
+            if default is None and name in options_of(kind := each.loss.default_value_estimator):
                 default = getattr(kind(), name)  # which decides it when it is made
-            algorithms.setdefault(str(default), []).append(each)
+            algorithms.setdefault(str(default), []).append(each.__name__)
     if len(algorithms) == 1:
         return next(iter(algorithms))
     return ", ".join(f"{default} ({', '.join(algos)})" for default, algos in algorithms.items())
@@ -110,8 +102,6 @@ class RunSettings(Sectioned):
     """A whole run, for :func:`~torchrl_llm.runs.build_run`: the algorithm, and a section for each
     part."""
 
-    algo: Algorithm = "LLMPPO"
-    """The algorithm."""
     model: ModelSettings = field(default_factory=ModelSettings)
     weights: WeightsSettings = field(default_factory=WeightsSettings)
     chat: ChatSettings = field(default_factory=ChatSettings)
@@ -120,7 +110,7 @@ class RunSettings(Sectioned):
     rollouts: RolloutSettings = field(default_factory=RolloutSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     ray: RaySettings = field(default_factory=RaySettings)
-    loss: LossSettings = field(default_factory=LossSettings)
+    loss: LLMPPO | LLMREINFORCE | GRPO | SFT = field(default_factory=LLMPPO)
     optim: OptimSettings = field(default_factory=OptimSettings)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
@@ -129,6 +119,11 @@ class RunSettings(Sectioned):
     idle: ClassVar[tuple[Idle, ...]] = IDLE
 
     __repr__ = brief_repr
+
+    @property
+    def algo(self) -> Algorithm:
+        """The algorithm, the class of ``loss``."""
+        return cast(Algorithm, type(self.loss).__name__)
 
     def __post_init__(self) -> None:
         for problem in self._contradictions():
@@ -212,20 +207,15 @@ class RunSettings(Sectioned):
         if stale and self.trainer.old_log_probs == "sampler":
             yield f'max_staleness={stale} with old_log_probs="sampler": the sampler may have had older weights. Use "auto".'
         if self.trainer.old_log_probs == "sampler" and (
-            self.loss.sampler_correction is not None or self._corrects_sampler
+            getattr(self.loss, "sampler_correction", None) is not None or self._corrects_sampler
         ):
             yield NOTHING_TO_CORRECT
         if stale and self.env.adaptive_mixture:
             yield f"adaptive_mixture adapts between batches, and max_staleness={stale} leaves none between them: choose one."
         if self.rollouts.collector == "ray" and self.rollouts.demonstrations is not None:
             yield f"demonstrations={self.rollouts.demonstrations!r} are collected in this process: leave collector='ray' out."
-        chosen = (
-            self.rollouts.demonstrations,
-            self.loss.min_return,
-            self.loss.estimator,
-            None if self.loss.imitate == "all" else self.loss.imitate,
-        )
-        if self.algo == "SFT" and chosen == (None,) * len(chosen):
+        chosen = self.loss if isinstance(self.loss, SFT) and self.rollouts.demonstrations is None else None
+        if chosen and (chosen.min_return, chosen.estimator, chosen.imitate) == (None, None, "all"):
             yield (
                 "algo='SFT' without demonstrations would imitate all that the model itself says, which teaches nothing: give "
                 'demonstrations, or choose among its own episodes with imitate="success", imitate="return" or min_return.'
@@ -267,10 +257,10 @@ class RunSettings(Sectioned):
             raise ConfigError(
                 f"estimator={self.loss.estimator!r} needs a critic, and algo={self.algo!r} has none: use LLMPPO."
             )
-        own, known = options_of(estimator_of(self.algo)), options_of(chosen)
-        unused = tuple(name for name in names_of(LossOptions) if name in own and name not in known)
+        own, known = options_of(self.loss.loss.default_value_estimator), options_of(chosen)
+        unused = tuple(name for name in self.changed_loss_options() if name in own and name not in known)
         instead = "choose an estimator that has the option"
-        Idle(unused, {"estimator": (self.loss.estimator,)}, instead).check(self.values(), dict.fromkeys(unused))
+        Idle(unused, {"estimator": (self.loss.estimator,)}, instead).check(self.values(), {})
 
     @property
     def _corrects_sampler(self) -> bool:
@@ -281,7 +271,7 @@ class RunSettings(Sectioned):
         """Raise what the loss and its estimator say of their options, before models are loaded for
         them."""
         # What "auto" means, and whether the settings fit that, is known when the run is built.
-        checked = self.replace(granularity="turn") if self.loss.granularity == "auto" else self
+        checked = self.replace(granularity="turn") if getattr(self.loss, "granularity", None) == "auto" else self
         try:
             loss = checked.make_loss(NO_ACTOR, NO_CRITIC)
         except ConfigError:
@@ -298,8 +288,7 @@ class RunSettings(Sectioned):
         critic: TensorDictModuleBase | None = None,
         joint: TensorDictModuleBase | None = None,
     ) -> objectives.TurnLoss:
-        """The algorithm's loss with its value estimator; settings that are ``None`` keep the
-        class's default.
+        """The algorithm's loss with its value estimator.
 
         Args:
             actor: see :class:`~torchrl_llm.objectives.TurnLoss`.
@@ -309,11 +298,11 @@ class RunSettings(Sectioned):
         options = self.loss_options()
         if self.algo == "LLMPPO":
             options |= {"critic": critic, "joint": joint}
-        return LOSSES[self.algo](actor, **options)
+        return self.loss.loss(actor, **options)
 
     def loss_options(self, loss_class: type[objectives.TurnLoss] | None = None) -> dict[str, Any]:
-        """The keyword arguments of the algorithm's loss, with its estimator; fields that are
-        ``None`` are left to the classes.
+        """The keyword arguments of the algorithm's loss, with its estimator. What is the default of
+        the algorithm is left to the classes, of which a chosen one may have another.
 
         Args:
             loss_class: what they are for, if not the stock loss: a subclass of it.
@@ -332,26 +321,23 @@ class RunSettings(Sectioned):
             >>> options["kl_coeff"], options["estimator"].scale, options["estimator"].group_size
             (0.0, 'none', 4)
         """
-        stock = LOSSES[self.algo]
+        stock = self.loss.loss
         if loss_class is not None and not issubclass(loss_class, stock):
             raise ConfigError(
                 f"The settings of algo={self.algo!r} are those of {stock.__name__}, which {loss_class.__name__} is not a subclass "
                 "of: choose the algorithm that it is one of, or make it from fields of the config by hand."
             )
         kind = self.value_estimator() or (loss_class or stock).default_value_estimator
-        given = {name: value for name in names_of(LossOptions) if (value := getattr(self.loss, name)) is not None}
-        given |= {"group_size": self.rollouts.group_size}
+        given = self.changed_loss_options() | {"group_size": self.rollouts.group_size}
         values = options_of(loss_class or stock)
         options = {name: value for name, value in given.items() if name in values}
         if (
             "sampler_correction" in values
             and self.rollouts.max_staleness
-            and self.loss.sampler_correction is None
+            and getattr(self.loss, "sampler_correction", None) is None
             and not self._corrects_sampler
         ):
             options = {"sampler_correction": "truncate", "sampler_bounds": 2.0} | options
-        if options.get("clip_value") == 0:
-            options["clip_value"] = None
         # Where both have a weight of the KL, the loss gives the estimator its own.
         shared = {"kl_coeff"} & values.keys()
         credit = {name: value for name, value in given.items() if name in options_of(kind) and name not in shared}
@@ -361,6 +347,12 @@ class RunSettings(Sectioned):
                 'models) gets, or set granularity to "turn" or "token".'
             )
         return options | {"estimator": kind(**credit)}
+
+    def changed_loss_options(self) -> dict[str, Any]:
+        """The options of loss and estimator that are not the algorithm's defaults."""
+        defaults = options_of(type(self.loss))
+        changed = {name: value for name, value in vars(self.loss).items() if value != defaults[name].default}
+        return {name: value for name, value in changed.items() if name != "estimator"}
 
     def value_estimator(self) -> type[objectives.TurnEstimator] | None:
         """The class that :attr:`estimator` names; ``None``: the algorithm's own.
@@ -417,7 +409,7 @@ class RunSettings(Sectioned):
     @property
     def has_reference(self) -> bool:
         """Whether the loss, or its estimator, takes a KL to a reference policy."""
-        return "kl_coeff" in loss_settings(self.algo) and self.loss.kl_coeff != 0
+        return getattr(self.loss, "kl_coeff", 0) != 0
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:

@@ -16,16 +16,19 @@ import torch
 from torchrl_llm.objectives import TurnLoss
 from torchrl_llm.runs.config import HOW_TO_RUN, RunSettings, shown_default
 from torchrl_llm.runs.identity import names_of_parts
-from torchrl_llm.runs.loss_settings import LOSSES, NO_ACTOR, NO_CRITIC, NO_SETTINGS, LossOptions
+from torchrl_llm.runs.loss_settings import NO_ACTOR, NO_CRITIC
 from torchrl_llm.runs.settings import OutputSettings, names_of
 from torchrl_llm.utils.fingerprint import fingerprint
 from torchrl_llm.utils.options import ConfigError, Idle, options_of
-from torchrl_llm.utils.sections import settings_of
+from torchrl_llm.utils.sections import rules_of
 
 _NO_EFFECT = (*HOW_TO_RUN, "max_tokens")
 """Settings that change no number of a run, but for rounding: ``max_tokens`` bounds memory."""
 
-_PARTS = (*NO_SETTINGS, "value_network", "value_chunk_size")
+_PARTS = (
+    *("actor", "critic", "joint", "estimator", "single_turn", "partial", "process_group"),
+    *("value_network", "value_chunk_size"),
+)
 """Parameters of losses and estimators that are not options, or change no number."""
 
 
@@ -48,16 +51,16 @@ def effective_settings(config: RunSettings, loss: TurnLoss | None = None) -> dic
         (1.0, False, True)
     """
     loss = config.make_loss(NO_ACTOR, NO_CRITIC) if loss is None else loss
-    left_out = {*_NO_EFFECT, *names_of(LossOptions)}
-    values = {name: value for name, value in config.values().items() if name not in left_out}
     settings = config.values()
+    left_out = {*_NO_EFFECT, *vars(config.loss)} - {"estimator"}
+    values = {name: value for name, value in settings.items() if name not in left_out}
     values |= {name: each.value for name, each in _options(loss).items() if name in settings or each.is_changed}
-    if type(loss) is not LOSSES[config.algo]:
+    if type(loss) is not config.loss.loss:
         values["loss"] = named(type(loss))
     if config.loss.estimator is None and type(loss.value_estimator) is not loss.default_value_estimator:
         values["estimator"] = named(type(loss.value_estimator))
     # which may be TorchRL's own
-    rules = (*RunSettings.idle, *loss.idle, *getattr(loss.value_estimator, "idle", ()))
+    rules = (*rules_of(RunSettings), *loss.idle, *getattr(loss.value_estimator, "idle", ()))
     idle = {name for rule in rules if _is_met(rule, values) for name in rule.names if _is_harmless(config, name, rule)}
     return {name: value for name, value in sorted(values.items()) if name not in idle}
 
@@ -104,7 +107,7 @@ def _is_harmless(config: RunSettings, name: str, rule: Idle) -> bool:
     """Whether an idle setting is not given, or asks for what happens anyway; any other is refused,
     so that it is not idle."""
     # a rule of a loss also names options that are not settings
-    option = settings_of(RunSettings).get(name)
+    option = config.options().get(name)
     return option is None or config.values()[name] in (option.default, rule.harmless.get(name, option.default))
 
 
@@ -118,7 +121,7 @@ def changed_settings(config: RunSettings, loss: TurnLoss | None = None) -> dict[
         >>> changed_settings(RunSettings.from_values(granularity="token", gamma=0.9))
         {'gamma': ['0.9', '1.0'], 'granularity': ['token', 'turn']}
     """
-    outputs, options = names_of(OutputSettings), settings_of(RunSettings)
+    outputs, options = names_of(OutputSettings), config.options()
     given = {name: value for name, value in sorted(config.values().items()) if name not in outputs}
     given = {name: value for name, value in given.items() if value != options[name].default}
     pairs = {name: _Value(value, _default(config, name)) for name, value in given.items()}
@@ -128,10 +131,11 @@ def changed_settings(config: RunSettings, loss: TurnLoss | None = None) -> dict[
 
 
 def _default(config: RunSettings, name: str) -> Any:
-    if name not in names_of(LossOptions):
-        return settings_of(RunSettings)[name].default
+    default = config.options()[name].default
+    if name not in vars(config.loss):
+        return default
     try:
-        return _options(config.replace(**{name: None}).make_loss(NO_ACTOR, NO_CRITIC))[name].value
+        return _options(config.replace(**{name: default}).make_loss(NO_ACTOR, NO_CRITIC))[name].value
     except (ConfigError, KeyError):  # another setting needs it, or only another loss has it
         return shown_default(name, config.algo)
 

@@ -4,10 +4,9 @@ fields."""
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,8 +15,8 @@ from torchrl_llm.runs.config import RunSettings, shown_default
 from torchrl_llm.runs.schema import plain, title_of
 from torchrl_llm.runs.settings_file import read_settings, read_value
 from torchrl_llm.utils.arguments import COMMAND_LINE, ArgumentParser
-from torchrl_llm.utils.options import Checked, ConfigError, IdleError, describe, options_of
-from torchrl_llm.utils.sections import meanings_of, section_of, sections_of, settings_of
+from torchrl_llm.utils.options import ConfigError, IdleError, describe
+from torchrl_llm.utils.sections import meanings_of, section_of, sections_of, settings_in, settings_of
 
 
 def parse_settings(argv: Sequence[str] | None = None, *, description: str | None = None) -> RunSettings:
@@ -60,28 +59,23 @@ def add_settings(parser: ArgumentParser) -> None:
     """Add ``--config`` and a flag for every setting; ``--help SECTION`` shows those of a
     section."""
     parser.add_argument("--config", action=_File, metavar="FILE", help="a YAML file of the sections below")
-    sections = sections_of(RunSettings)
-    add_flags(parser, [name for name in options_of(RunSettings) if name not in sections])
-    for section, part in sections.items():
-        add_flags(parser, [*options_of(part)], sections=True)
-        parser.add_section(section, title_of(part), _section_parser(section, part))
-
-
-def _section_parser(section: str, part: type[Checked]) -> argparse.ArgumentParser:
-    """A parser that shows the settings of a section."""
-    parser = argparse.ArgumentParser(
-        prog=section,
-        add_help=False,
-        usage=argparse.SUPPRESS,
-        description=f"{title_of(part)}, in a file below {section}:",
-    )
-    add_flags(parser.add_argument_group("settings"), [*options_of(part)])
-    return parser
+    add_flags(parser, settings_in(RunSettings, None))
+    for section, kinds in sections_of(RunSettings).items():
+        names = settings_in(RunSettings, section)
+        add_flags(parser, names, sections=True)
+        shown = argparse.ArgumentParser(
+            prog=section,
+            add_help=False,
+            usage=argparse.SUPPRESS,
+            description=f"{title_of(kinds)}, in a file below {section}:",
+        )
+        add_flags(shown.add_argument_group("settings"), names)
+        parser.add_section(section, title_of(kinds), shown)
 
 
 def add_flags(
     group: argparse._ActionsContainer,
-    names: Sequence[str],
+    names: Iterable[str],
     others: Mapping[str, str] = MappingProxyType({}),
     *,
     sections: bool = False,
@@ -142,17 +136,9 @@ def run_settings_of(arguments: argparse.Namespace) -> RunSettings:
                 raise
             if "algo" in by_flag:
                 where = ", ".join(dict.fromkeys(str(files[name]) for name in idle))
-                flags = " ".join(f"--{name} {_default_as_text(name)}" for name in idle)
-                raise ConfigError(
-                    f"{error} They are from {where}: remove them there, or add {flags} to the command line."
-                ) from error
+                raise ConfigError(f"{error} They are from {where}: remove them there.") from error
             for name in idle:
                 del settings[name]
-
-
-def _default_as_text(name: str) -> str:
-    default = settings_of(RunSettings)[name].default
-    return default if isinstance(default, str) else json.dumps(default)
 
 
 def resume_command(config: RunSettings) -> str:

@@ -1,18 +1,20 @@
-"""A file of settings as version 0.2 had them, in one list, put into sections: :func:`migrated`."""
+"""Settings as version 0.2 had them: a file of one list, put into sections (:func:`migrated`), and
+what was saved (:func:`settings_of_now`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from torchrl_llm.runs.config import RunSettings
+from torchrl_llm.runs.loss_settings import ALGORITHMS, LLMPPO
 from torchrl_llm.runs.settings_file import RENAMED, Loader, composed
 from torchrl_llm.utils.hints import nearest
-from torchrl_llm.utils.options import ConfigError
-from torchrl_llm.utils.sections import in_sections, section_of, sections_of, settings_of
+from torchrl_llm.utils.options import ConfigError, check_value, options_of
+from torchrl_llm.utils.sections import in_sections, section_of, sections_of, settings_in, settings_of
 
 
 def migrated(path: Path) -> str:
@@ -62,6 +64,27 @@ def migrated(path: Path) -> str:
     return text
 
 
+def settings_of_now(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved settings by name as JSON has them, with the defaults of those that there were not yet.
+
+    Version 0.2 saved the options of all algorithms, and ``None`` for a default.
+
+    Examples:
+        >>> settings = settings_of_now({"algo": "GRPO", "scale": "none", "baseline": None, "critic_coeff": None})
+        >>> settings["scale"], settings["baseline"], "critic_coeff" in settings
+        ('none', 'mean', False)
+    """
+    algo = saved.get("algo", RunSettings().algo)
+    check_value("algo", algo, settings_of(RunSettings)["algo"].hint)
+    (kind,) = (kind for kind in ALGORITHMS if kind.__name__ == algo)
+    of_loss, own = saved.keys() & settings_in(RunSettings, "loss"), options_of(kind).keys()
+    if not of_loss <= own:
+        left_out = {name for name in of_loss if name not in own or saved[name] is None}
+        saved = {name: value for name, value in saved.items() if name not in left_out}
+    defaults = {name: value for name, value in RunSettings().as_json().items() if name not in vars(LLMPPO())}
+    return {**defaults, "algo": algo, **vars(kind()), **saved}
+
+
 def _dedented(line: str, indent: int) -> str:
     return line[indent:] if line[:indent].isspace() else line
 
@@ -89,7 +112,7 @@ def _loaded(text: str) -> dict[str, Any]:
 def _names(path: Path, root: yaml.MappingNode) -> Iterator[str]:
     """The names of today of the settings, in the order of the file."""
     seen: set[str] = set()
-    for key, _ in root.value:
+    for key, value in root.value:
         where = f"{path}, line {key.start_mark.line + 1}:"
         if not isinstance(key, yaml.ScalarNode):
             raise ConfigError(f"{where} expected 'field: value', and the field is not text.")
@@ -100,5 +123,7 @@ def _names(path: Path, root: yaml.MappingNode) -> Iterator[str]:
             raise ConfigError(f"{where} {name!r} is not a setting.{nearest(name, [*settings_of(RunSettings)])}")
         if name in seen:
             raise ConfigError(f"{where} {name} is given twice.")
+        if section_of(RunSettings, name) == "loss" and value.tag == "tag:yaml.org,2002:null":
+            raise ConfigError(f"{where} {name}: null was the algorithm's default before 0.3.0: leave the line out.")
         seen.add(name)
         yield name

@@ -16,6 +16,7 @@ from torchrl_llm.collectors.collector import base_env
 from torchrl_llm.runs.build import adamw_options
 from torchrl_llm.runs.config import HOW_TO_RUN, ConfigError, RunSettings
 from torchrl_llm.runs.identity import config_changes, environment
+from torchrl_llm.runs.migrate import settings_of_now
 from torchrl_llm.runs.outputs import write_json
 from torchrl_llm.runs.run_folder import RunFolder
 from torchrl_llm.runs.trackers import make_loggers, rewind_tensorboard
@@ -84,14 +85,15 @@ def find_start(config: RunSettings, folder: RunFolder, python_parts: Mapping[str
         )
     if "optimizer" not in manifest["components"]:
         raise ConfigError(f"{start} holds weights only (save_optimizer=False): start a run from them with init_from.")
+    manifest["metadata"]["config"] = settings_of_now(manifest["metadata"]["config"])
     _check_same(config, python_parts, manifest["metadata"], start)
     return Start(start, manifest)
 
 
 def _check_same(config: RunSettings, python_parts: Mapping[str, str], saved: dict[str, Any], start: Path) -> None:
     # Of a checkpoint that an earlier version wrote it is not known what its run was given. A
-    # setting that there was not yet is compared by its default, which is what that run did.
-    before = {**RunSettings().as_json(), **saved["config"], **saved.get("python_parts", python_parts)}
+    # setting that there was not yet has its default, which is what that run did.
+    before = {**saved["config"], **saved.get("python_parts", python_parts)}
     present_settings = {**config.as_json(), **python_parts}
     changes = config_changes(before, present_settings, ignore=[*HOW_TO_RUN, *config.output.accept_changes])
     if changes:

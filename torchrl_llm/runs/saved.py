@@ -25,6 +25,7 @@ from torchrl_llm.runs.checkpoint import CheckpointStore
 from torchrl_llm.runs.checkpoint_files import verify
 from torchrl_llm.runs.config import HOW_TO_RUN, RunSettings
 from torchrl_llm.runs.device import choose_device
+from torchrl_llm.runs.migrate import settings_of_now
 from torchrl_llm.runs.run_folder import MARK
 from torchrl_llm.runs.settings import ATTENTION, FORMATTER, ChatSettings, EnvSettings, names_of
 from torchrl_llm.runs.settings_file import read_settings, write_settings
@@ -173,10 +174,10 @@ def find_saved_model(path: str | Path) -> SavedModel:
 def _checked(settings: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """The settings of a checkpoint. :class:`RunSettings` checks those that it is used with; here
     are those that are shown."""
-    options, missing = settings_of(RunSettings), RunSettings().as_json()
+    options, known = settings_of(RunSettings), settings_of_now(settings)
     for name in ("algo", "lora_r", "model_path", "env_name", "final_episodes", "evaluation_episodes"):
-        check_value(f"{path}: {name}", settings.get(name, missing[name]), options[name].hint)
-    return {**missing, **settings}
+        check_value(f"{path}: {name}", known[name], options[name].hint)
+    return known
 
 
 def for_run(config: RunSettings) -> dict[str, Any]:
@@ -232,7 +233,7 @@ def _settings_beside(path: Path) -> dict[str, Any]:
     file = path / SETTINGS
     # No RunSettings is made of them: it would import the estimator that they name, and the folder
     # may be a stranger's.
-    return {**RunSettings().as_json(), **dict(read_settings(file, RunSettings, by_name=True))} if file.is_file() else {}
+    return settings_of_now(dict(read_settings(file, RunSettings, by_name=True))) if file.is_file() else {}
 
 
 @dataclass(frozen=True, kw_only=True)

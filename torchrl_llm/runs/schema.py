@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchrl_llm.runs.config import RunSettings, shown_default
-from torchrl_llm.utils.options import Checked, Range, describe, options_of
-from torchrl_llm.utils.sections import meanings_of, section_of, sections_of, settings_of
+from torchrl_llm.utils.options import Checked, Range, describe
+from torchrl_llm.utils.sections import meanings_of, sections_of, settings_in, settings_of
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "string", dict: "object"}
 
@@ -26,14 +26,16 @@ def plain(docstring: str) -> str:
     return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", docstring).replace("``", "")
 
 
-def title_of(section: type[Checked]) -> str:
-    """The first sentence of the docstring of a section.
+def title_of(kinds: tuple[type[Checked], ...]) -> str:
+    """The first sentence of the docstring of a section's class; of several classes, of the base
+    that they share.
 
     Examples:
         >>> title_of(sections_of(RunSettings)["optim"])
         'AdamW'
     """
-    said = " ".join(plain(inspect.getdoc(section) or "").partition("\n\n")[0].split())
+    kind = kinds[0] if len(kinds) == 1 else kinds[0].__bases__[0]
+    said = " ".join(plain(inspect.getdoc(kind) or "").partition("\n\n")[0].split())
     return said.partition(". ")[0].rstrip(".")
 
 
@@ -48,17 +50,19 @@ def settings_schema() -> dict[str, Any]:
         >>> settings_schema()["properties"]["trainer"]["properties"]["epochs"]
         {'description': 'Passes over each batch. Default: 1.', 'type': 'integer', 'minimum': 1, 'default': 1}
     """
-    meaning, defaults = meanings_of(RunSettings), RunSettings().as_json()
+    meaning, settings = meanings_of(RunSettings), settings_of(RunSettings)
+    defaults = {name: option.default for name, option in settings.items()} | RunSettings().as_json()
     described = {
         name: {"description": f"{plain(meaning[name])} Default: {shown_default(name)}.", **_schema(option.hint)}
-        | {"default": defaults[name]}
-        for name, option in settings_of(RunSettings).items()
+        | ({} if option.default is inspect.Parameter.empty else {"default": defaults[name]})
+        for name, option in settings.items()
     }
     sections = {
-        name: {"description": f"{title_of(part)}."} | _object({each: described[each] for each in options_of(part)})
-        for name, part in sections_of(RunSettings).items()
+        section: {"description": f"{title_of(kinds)}."}
+        | _object({name: described[name] for name in settings_in(RunSettings, section)})
+        for section, kinds in sections_of(RunSettings).items()
     }
-    own = {name: each for name, each in described.items() if section_of(RunSettings, name) is None}
+    own = {name: described[name] for name in settings_in(RunSettings, None)}
     title = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Settings of a run of torchrl_llm"}
     return title | _object(own | sections)
 

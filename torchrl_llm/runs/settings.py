@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.options import (
     Checked,
     ConfigError,
     Count,
+    Idle,
     Natural,
     NonNegative,
     Positive,
@@ -65,6 +66,11 @@ class WeightsSettings(Checked):
     """The initial weights of a run. A resumed run takes them from its checkpoint, so none of these
     can be changed."""
 
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle(("init_reference", "init_critic", "merge_lora_configs"), {"init_from": (None,)}, "say what to start from"),
+        Idle(("lora_alpha", "lora_targets", "merge_lora_configs"), {"lora_r": (0,)}, "give LoRA a rank"),
+    )
+
     critic_trunk: Literal["separate", "shared"] = "separate"
     """The critic has a "separate" adapter (or copy of the model), or is a head on the "shared"
     trunk of the actor (LLMPPO)."""
@@ -94,6 +100,11 @@ class WeightsSettings(Checked):
 @dataclass(kw_only=True)
 class ModelSettings(Checked):
     """The model, and how it computes."""
+
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle(("base_products",), {"compile": (True,)}, "set compile to false"),
+        Idle(("base_products",), {"mixed_precision": ("bf16", "fp16")}, 'set mixed_precision to "no"'),
+    )
 
     model_path: str = "Qwen/Qwen2.5-0.5B-Instruct"
     """A directory, or a model id of a hub, in transformers format. "tiny" is the small model that
@@ -156,6 +167,14 @@ class ModelSettings(Checked):
 @dataclass(kw_only=True)
 class ChatSettings(Checked):
     """How messages become the text that the model reads."""
+
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle(
+            ("chat_template", "history", "chat_template_kwargs", "missing_thinking", "template_date"),
+            {"template": ("raw",)},
+            'set template to "chat"',
+        ),
+    )
 
     system_prompt: str | None = None
     """Put before the first message; None adds none."""
@@ -268,6 +287,25 @@ class RaySettings(Checked):
 class RolloutSettings(Checked):
     """How batches are collected."""
 
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle(
+            ("max_staleness",),
+            {"collector": ("turn", "self_play")},
+            'set collector to "async" or "ray"',
+            {"max_staleness": 0},
+        ),
+        Idle(("branches",), {"collector": ("async", "ray", "self_play")}, 'set collector to "turn"', {"branches": 0}),
+        Idle(
+            ("tree_branches",),
+            {"collector": ("async", "ray", "self_play")},
+            'set collector to "turn"',
+            {"tree_branches": 0},
+        ),
+        Idle(("tree_depth",), {"tree_branches": (0,)}, "set tree_branches"),
+        Idle(("branch_share",), {"branches": (0,)}, "set branches"),
+        Idle(("env_threads", "step_timeout"), {"collector": ("self_play",)}, 'set collector to "turn" or "async"'),
+    )
+
     policy: Literal["hf", "vllm"] = "hf"
     """What samples: "hf", the model itself, or "vllm", an engine that gets the weights after every
     update."""
@@ -359,6 +397,18 @@ class EvaluationSettings(Checked):
 @dataclass(kw_only=True)
 class OutputSettings(Checked):
     """What is written where, and how a run starts. None of these changes a number of the run."""
+
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle(("accept_changes",), {"resume": (False,), "resume_from": (None,)}, "set resume"),
+        Idle(("wandb_project",), {"wandb": (False,)}, "set wandb"),
+        Idle(("trackio_project",), {"trackio": (False,)}, "set trackio"),
+        Idle(("log_episodes",), dict.fromkeys(("tensorboard", "wandb", "trackio"), (False,)), "set one of them"),
+        Idle(
+            ("record_tasks", "record_megabytes", "log_episodes"),
+            {"record_interval": (0,)},
+            "record episodes (record_interval above 0)",
+        ),
+    )
 
     output_dir: Path = Path("runs/multiturn")
     """Where metrics, checkpoints and the report go."""

@@ -16,7 +16,7 @@ from yaml.scanner import ScannerError
 from torchrl_llm.utils.files import write_text
 from torchrl_llm.utils.hints import system_of
 from torchrl_llm.utils.options import Checked, ConfigError, Option, check_value, fits, options_of
-from torchrl_llm.utils.sections import meant, section_of, sections_of, settings_of
+from torchrl_llm.utils.sections import meant, section_of, sections_of, settings_in, settings_of
 
 RENAMED = {
     "adaptive_tasks": ("adaptive_mixture", "0.2.0"),
@@ -99,8 +99,8 @@ def read_settings(path: Path, cls: type[Checked], *, by_name: bool = False) -> I
     """
     root = composed(path)
     if root is not None:
-        known = settings_of(cls) if by_name else options_of(cls)
-        yield from _Reader(path, cls).read(root, {**options_of(cls), **known}, sections_of(cls))
+        known = settings_of(cls) if by_name else settings_in(cls, None)
+        yield from _Reader(path, cls).read(root, {**options_of(cls), **known})
 
 
 @dataclass
@@ -111,11 +111,7 @@ class _Reader:
     cls: type[Checked]
 
     def read(
-        self,
-        node: yaml.Node,
-        known: Mapping[str, Option],
-        sections: Mapping[str, type[Checked]],
-        section: str | None = None,
+        self, node: yaml.Node, known: Mapping[str, Option], section: str | None = None
     ) -> Iterator[tuple[str, Any]]:
         """The settings of a section, or of the whole file."""
         if section is not None and isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null":
@@ -135,8 +131,8 @@ class _Reader:
             if name in seen:
                 raise ConfigError(f"{where} {name} is given twice.")
             seen.add(name)
-            if name in sections:
-                yield from self.read(value, options_of(sections[name]), {}, name)
+            if section is None and name in sections_of(self.cls):
+                yield from self.read(value, settings_in(self.cls, name), name)
                 continue
             try:
                 read = _value(f"{where} {name}", value, value.value, known[name].hint)

@@ -15,9 +15,8 @@ from torchrl_llm.envs import GEMEnv
 from torchrl_llm.objectives.estimators.granularity import step_of
 from torchrl_llm.rendering import ChatTemplateError, Renderer
 from torchrl_llm.runs.config import RunSettings
-from torchrl_llm.runs.loss_settings import estimator_of
 from torchrl_llm.trainers.distributed import Distributed
-from torchrl_llm.utils.options import ConfigError, options_of
+from torchrl_llm.utils.options import ConfigError
 
 
 def with_num_envs(config: RunSettings, saved: Mapping[str, Any] | None, distributed: Distributed) -> RunSettings:
@@ -86,19 +85,17 @@ def with_granularity(config: RunSettings, saved: Mapping[str, Any] | None, env: 
             kinds; or the checkpoint's run had the other granularity, and
             ``config.output.accept_changes`` does not name it.
     """
-    if config.loss.granularity != "auto":
+    if getattr(config.loss, "granularity", None) != "auto":
         return config
     meant: Any = _meaning(env)
     if saved is not None and "granularity" not in config.output.accept_changes:
         before = saved.get("granularity")
-        if meant != (before or options_of(estimator_of(config.algo))["granularity"].default):
+        if meant != before:
             raise ConfigError(
                 f'granularity="auto" means {meant!r} in this environment, and the checkpoint\'s run had {before!r}: set granularity '
                 "to that, or name granularity in accept_changes."
             )
-        meant = before  # so that the settings are the checkpoint's to the letter
-    settled: dict[str, Any] = {"granularity": meant}
-    return config.replace(**settled)
+    return config.replace(granularity=meant)
 
 
 def _meaning(env: GEMEnv) -> Literal["turn", "token"]:

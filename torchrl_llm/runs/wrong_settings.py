@@ -11,7 +11,6 @@ from typing import Any
 
 from torchrl_llm.objectives import GroupRelative, TurnLoss
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator
-from torchrl_llm.runs.loss_settings import estimator_of
 from torchrl_llm.utils.options import options_of
 
 
@@ -104,7 +103,7 @@ def wrong_trees(config: Any) -> Iterator[str]:
     """What is wrong with the settings of trees and of what reads their rows, and what to do."""
     if not (branches := config.rollouts.tree_branches):
         return
-    kind = config.value_estimator() or estimator_of(config.algo)
+    kind = config.value_estimator() or config.loss.loss.default_value_estimator
     size, group = 1 + branches, config.rollouts.group_size
     if config.rollouts.branches:
         yield (
@@ -114,7 +113,7 @@ def wrong_trees(config: Any) -> Iterator[str]:
     elif not kind.takes_trees:
         yield f"tree_branches={branches} makes rows that begin with the same turns, and {kind.__name__} takes none: leave one of them out."
     elif issubclass(kind, GroupRelative):
-        if (config.loss.baseline or options_of(kind)["baseline"].default) != "leave_one_out":
+        if config.changed_loss_options().get("baseline", options_of(kind)["baseline"].default) != "leave_one_out":
             yield f'tree_branches={branches} with the mean of the group as baseline is biased: use baseline="leave_one_out" and scale="none".'
         if group == size:
             yield (

@@ -14,7 +14,7 @@ import inspect
 import textwrap
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, wraps
 from itertools import pairwise
 from numbers import Integral, Real
@@ -63,7 +63,6 @@ __all__ = [
     "fits",
     "is_section",
     "meanings",
-    "options_class",
     "options_of",
 ]  # ConfigError is documented with the settings
 
@@ -361,36 +360,18 @@ def meanings(cls: type) -> Mapping[str, str]:
     """The docstrings below the fields of a dataclass and of its bases, each on one line.
 
     Args:
-        cls: a dataclass whose source can be read, or that :func:`options_class` made.
+        cls: a dataclass whose source can be read.
     """
     found: dict[str, str] = {}
     # Python throws these strings away (PEP 258 was never built in), so they are read from the
     # source, as Sphinx does.
     for base in filter(is_dataclass, reversed(cls.__mro__)):
-        # Made by options_class(): inspect finds no source of it.
-        if "_meanings" in vars(base):
-            found |= vars(base)["_meanings"]
-            continue
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         for declared, said in pairwise(definition.body):  # type: ignore[attr-defined]
             match declared, said:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     found[name] = " ".join(text.split())
     return types.MappingProxyType(found)
-
-
-def options_class(name: str, options: Mapping[str, Option], meaning: Mapping[str, str], doc: str) -> Any:
-    """A dataclass with options that other classes declare, so that they are declared once.
-
-    Args:
-        name: of the class.
-        options: annotation and default of each field.
-        meaning: what :func:`meanings` says of each.
-        doc: its docstring.
-    """
-    made = [(each, option.hint, field(default=option.default)) for each, option in options.items()]
-    namespace = {"_meanings": {each: meaning[each] for each in options}, "__doc__": doc}
-    return make_dataclass(name, made, bases=(Checked,), kw_only=True, namespace=namespace)
 
 
 def _hints(cls: type) -> dict[str, Any]:

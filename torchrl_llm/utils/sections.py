@@ -3,69 +3,150 @@
 A setting has one name in all sections. Its section says where it stands, and is no part of its
 name: a flag, a line of a message, a column of a comparison call it by its own name, and settings
 without their sections are a mapping, name -> value.
+
+A section may have one of several classes, :class:`Alternative`. Then a setting names the class, and
+the settings of the section are those of that class.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 import types
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.options import (
     Checked,
+    ConfigError,
+    Idle,
     Option,
     check_idle,
     check_value,
+    describe,
     is_section,
     meanings,
     options_of,
     remembered,
 )
 
-__all__ = ["Sectioned", "in_sections", "meanings_of", "meant", "section_of", "sections_of", "settings_of"]
+__all__ = [
+    "Alternative",
+    "Sectioned",
+    "choices_of",
+    "in_sections",
+    "meanings_of",
+    "meant",
+    "rules_of",
+    "section_of",
+    "sections_of",
+    "settings_in",
+    "settings_of",
+]
+
+
+class Alternative(Checked):
+    """Base class of the classes of which a section has one."""
+
+    named_by: ClassVar[str]
+    """The setting whose value is the name of the class; the class that has the section documents it
+    as a property."""
+
+    harmless: ClassVar[Mapping[str, Any]] = types.MappingProxyType({})
+    """Values of settings of other classes that ask for what happens anyway, and are no error."""
 
 
 @remembered
-def sections_of(cls: type[Checked]) -> Mapping[str, type[Checked]]:
-    """The fields of a class that are sections: name -> the class of the section. Other fields are
-    settings themselves."""
+def sections_of(cls: type[Checked]) -> Mapping[str, tuple[type[Checked], ...]]:
+    """The fields of a class that are sections: name -> the classes of which the section has one.
+    Other fields are settings themselves."""
     hints = {name: option.hint for name, option in options_of(cls).items()}
-    found = {name: hint for name, hint in hints.items() if is_section(hint)}
-    return types.MappingProxyType(found)
+    kinds = {
+        name: get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        for name, hint in hints.items()
+    }
+    return types.MappingProxyType({name: each for name, each in kinds.items() if all(map(is_section, each))})
+
+
+@remembered
+def choices_of(cls: type[Checked]) -> Mapping[str, str]:
+    """The settings that name the class of a section: name -> the section."""
+    return types.MappingProxyType(
+        {kind.named_by: section for section, (kind, *_) in sections_of(cls).items() if issubclass(kind, Alternative)}
+    )
+
+
+@remembered
+def _by_section(cls: type[Checked]) -> Mapping[str | None, Mapping[str, Option]]:
+    own: dict[str, Option] = {}
+    for choice, section in choices_of(cls).items():
+        names = tuple(kind.__name__ for kind in sections_of(cls)[section])
+        own[choice] = Option(Literal[names], type(options_of(cls)[section].default).__name__)
+    own |= {name: option for name, option in options_of(cls).items() if name not in sections_of(cls)}
+    parts: dict[str | None, Mapping[str, Option]] = {None: own}
+    parts |= {section: _merged(kinds) for section, kinds in sections_of(cls).items()}
+    found = [name for part in parts.values() for name in part]
+    if twice := {name for name in found if found.count(name) > 1}:
+        raise TypeError(f"{cls.__name__} has {', '.join(sorted(twice))} twice: a setting has one name in all sections.")
+    return parts
+
+
+def settings_in(cls: type[Checked], section: str | None) -> Mapping[str, Option]:
+    """The settings of a section, whatever its class; ``None``: those that stand in none, and those
+    that name the classes of sections. One that has several defaults has none here."""
+    return _by_section(cls)[section]
 
 
 @remembered
 def settings_of(cls: type[Checked]) -> Mapping[str, Option]:
-    """All settings of a class by name, those of its sections included.
+    """All settings of a class by name, as in :func:`settings_in`.
 
     Raises:
         TypeError: two of them have one name.
     """
-    found: dict[str, Option] = {}
-    for name, option in options_of(cls).items():
-        part = sections_of(cls).get(name)
-        own = {name: option} if part is None else options_of(part)
-        if twice := found.keys() & own.keys():
-            raise TypeError(
-                f"{cls.__name__} has {', '.join(sorted(twice))} twice: a setting has one name in all sections."
-            )
-        found |= own
-    return types.MappingProxyType(found)
+    return types.MappingProxyType({name: each for part in _by_section(cls).values() for name, each in part.items()})
+
+
+def _merged(kinds: tuple[type[Checked], ...]) -> dict[str, Option]:
+    """The options that any of the classes has."""
+    found: dict[str, list[Option]] = {}
+    for kind in kinds:
+        for name, option in options_of(kind).items():
+            found.setdefault(name, []).append(option)
+    return {
+        name: Option(
+            Union[tuple(each.hint for each in options)],  # noqa: UP007 (of as many as there are)
+            options[0].default
+            if all(each.default == options[0].default for each in options)
+            else inspect.Parameter.empty,
+        )
+        for name, options in found.items()
+    }
 
 
 @remembered
 def meanings_of(cls: type[Checked]) -> Mapping[str, str]:
-    """What :func:`~torchrl_llm.utils.options.meanings` says of all settings of a class."""
-    parts = [meanings(part) for part in sections_of(cls).values()]
-    own = {name: text for name, text in meanings(cls).items() if name not in sections_of(cls)}
-    return types.MappingProxyType({name: text for part in (own, *parts) for name, text in part.items()})
+    """What :func:`~torchrl_llm.utils.options.meanings` says of all settings of a class; of those
+    that some classes of a section have alone, which these are."""
+    found = {choice: inspect.getdoc(getattr(cls, choice)) or "" for choice in choices_of(cls)}
+    found |= {name: text for name, text in meanings(cls).items() if name not in sections_of(cls)}
+    for section, kinds in sections_of(cls).items():
+        for name in settings_in(cls, section):
+            having = [kind for kind in kinds if name in options_of(kind)]
+            only = "" if len(having) == len(kinds) else f" ({', '.join(kind.__name__ for kind in having)})"
+            found[name] = f"{meanings(having[0])[name].removesuffix('.')}{only}."
+    return types.MappingProxyType(found)
+
+
+def rules_of(cls: type[Checked]) -> tuple[Idle, ...]:
+    """The rules about settings without effect, of a class and of its sections."""
+    return (*cls.idle, *(rule for kinds in sections_of(cls).values() for kind in kinds for rule in kind.idle))
 
 
 def section_of(cls: type[Checked], name: str) -> str | None:
     """The section that a setting stands in; ``None``: in none, or there is no such setting."""
-    return next((each for each, part in sections_of(cls).items() if name in options_of(part)), None)
+    return next((section for section in sections_of(cls) if name in settings_in(cls, section)), None)
 
 
 def meant(cls: type[Checked], name: str, *, here: str | None = None, system: str | None = None) -> str:
@@ -85,12 +166,11 @@ def meant(cls: type[Checked], name: str, *, here: str | None = None, system: str
 
 def in_sections(cls: type[Checked], values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by name -> the same in their sections, in the order of the class."""
-    found = {name: values[name] for name in options_of(cls) if name in values and name not in sections_of(cls)}
-    parts = {
-        section: {name: values[name] for name in options_of(part) if name in values}
-        for section, part in sections_of(cls).items()
-    }
-    return found | {section: part for section, part in parts.items() if part}
+    own, *parts = (
+        {name: values[name] for name in settings_in(cls, section) if name in values}
+        for section in (None, *sections_of(cls))
+    )
+    return own | {section: part for section, part in zip(sections_of(cls), parts, strict=True) if part}
 
 
 class Sectioned(Checked):
@@ -98,7 +178,7 @@ class Sectioned(Checked):
     :class:`~torchrl_llm.utils.options.Checked`.
 
     Rules about options without effect (:attr:`~torchrl_llm.utils.options.Checked.idle`) name
-    settings of all sections.
+    settings of all sections; a section has those about its own.
 
     Examples:
         >>> from dataclasses import field, make_dataclass
@@ -114,16 +194,18 @@ class Sectioned(Checked):
     """
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        for name in options:
-            if name in options_of(cls):
-                continue
-            said, section = meant(cls, name), section_of(cls, name)
-            if section is not None:
-                part = f"{section}={sections_of(cls)[section].__name__}({name}=...)"
-                said = f" It stands in the section {section}: {cls.__name__}({part})."
-            raise TypeError(f"{cls.__name__} has no option {name!r}.{said}")
+        for name, value in options.items():
+            if name not in options_of(cls):
+                raise TypeError(f"{cls.__name__} has no option {name!r}.{_place(cls, name, value)}")
         made = super().__new__(cls, *args, **options)
-        check_idle(cls, _flat(cls, options), settings_of(cls))
+        for section in choices_of(cls).values():
+            kinds = sections_of(cls)[section]
+            if section in options and type(options[section]) not in kinds:
+                raise ConfigError(
+                    f"{section} is a subclass, {type(options[section]).__name__}; expected {describe(Union[kinds])} itself."  # noqa: UP007
+                )
+        given = _flat(cls, options)
+        check_idle(cls, given, _known(cls, _kinds(cls, given)))
         return made
 
     @classmethod
@@ -136,37 +218,92 @@ class Sectioned(Checked):
 
         Raises:
             TypeError: there is no such setting; the nearest one is named.
+            ConfigError: a value is wrong, or (:class:`~torchrl_llm.utils.options.IdleError`) a
+                setting is of another class of its section than the one that is named.
         """
-        parts = in_sections(cls, _by_name(cls, values))
-        return cls(**{name: _part(cls, name, value) for name, value in parts.items()})
+        given = _by_name(cls, values)
+        kinds = _kinds(cls, given)
+        _check_others(cls, kinds, given)
+        parts = {
+            section: kind(**{name: given[name] for name in options_of(kind) if name in given})
+            for section, kind in kinds.items()
+        }
+        return cls(**{name: given[name] for name in options_of(cls) if name in given}, **parts)
 
     def values(self) -> dict[str, Any]:
         """All settings by name, without their sections."""
         return _flat(type(self), vars(self))
 
+    def options(self) -> Mapping[str, Option]:
+        """All settings that these have by name, with annotations and defaults."""
+        return _known(type(self), {name: type(getattr(self, name)) for name in sections_of(type(self))})
+
     def replace(self, **changes: Any) -> Self:
-        """The settings with other values; arguments as of :meth:`from_values`."""
-        return self.from_values(**{**self.values(), **_by_name(type(self), changes)})
+        """The settings with other values; arguments as of :meth:`from_values`. A section that gets
+        another class has the defaults of that."""
+        cls, before, given = type(self), self.values(), _by_name(type(self), changes)
+        for choice, section in choices_of(cls).items():
+            if given.get(choice, before[choice]) != before[choice]:
+                before = {name: value for name, value in before.items() if section_of(cls, name) != section}
+        return self.from_values(**{**before, **given})
+
+
+def _place(cls: type[Checked], name: str, value: Any) -> str:
+    """Where a setting stands that was given beside the sections, or what a wrong name was meant to
+    be."""
+    if name in choices_of(cls):
+        return f" It is the class of a section: {cls.__name__}({choices_of(cls)[name]}={value}(...))."
+    if (section := section_of(cls, name)) is None:
+        return meant(cls, name)
+    kind = next(kind for kind in sections_of(cls)[section] if name in options_of(kind))
+    return f" It stands in the section {section}: {cls.__name__}({section}={kind.__name__}({name}=...))."
 
 
 def _by_name(cls: type[Checked], given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings and whole sections as settings."""
     for name, value in given.items():
         if name in sections_of(cls):
-            check_value(f"{cls.__name__}.{name}", value, sections_of(cls)[name])
+            check_value(f"{cls.__name__}.{name}", value, options_of(cls)[name].hint)
         elif name not in settings_of(cls):
             raise TypeError(f"{cls.__name__} has no option {name!r}.{meant(cls, name)}")
     return _flat(cls, given) | {name: value for name, value in given.items() if name not in sections_of(cls)}
 
 
-def _part(cls: type[Checked], name: str, value: Any) -> Any:
-    part = sections_of(cls).get(name)
-    return value if part is None else part(**value)
+def _kinds(cls: type[Checked], given: Mapping[str, Any]) -> dict[str, type[Checked]]:
+    """The class of each section: the one that is named, or the default's."""
+    chosen = {section: type(options_of(cls)[section].default) for section in sections_of(cls)}
+    for choice, section in choices_of(cls).items():
+        if choice in given:
+            check_value(choice, given[choice], settings_of(cls)[choice].hint)
+            (chosen[section],) = (kind for kind in sections_of(cls)[section] if kind.__name__ == given[choice])
+    return chosen
+
+
+def _known(cls: type[Checked], kinds: Mapping[str, type[Checked]]) -> dict[str, Option]:
+    """The settings where sections have these classes."""
+    parts = {name: option for kind in kinds.values() for name, option in options_of(kind).items()}
+    return {**settings_in(cls, None), **parts}
+
+
+def _check_others(cls: type[Checked], kinds: Mapping[str, type[Checked]], given: Mapping[str, Any]) -> None:
+    """Refuse settings that only other classes of a section have."""
+    for choice, section in choices_of(cls).items():
+        kind, own = kinds[section], options_of(kinds[section])
+        groups: dict[str, list[str]] = {}
+        for setting in [name for name in given if name in settings_in(cls, section) and name not in own]:
+            having = [f'"{each.__name__}"' for each in sections_of(cls)[section] if setting in options_of(each)]
+            groups.setdefault(" or ".join(having), []).append(setting)
+        for named, settings in groups.items():
+            harmless = kind.harmless if issubclass(kind, Alternative) else {}
+            rule = Idle(tuple(settings), {choice: (kind.__name__,)}, f"set {choice} to {named}", harmless)
+            rule.check(given, {choice: kind.__name__})
 
 
 def _flat(cls: type[Checked], values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of fields, with those of a section in its place."""
     found: dict[str, Any] = {}
     for name, value in values.items():
+        if isinstance(value, Alternative):
+            found[value.named_by] = type(value).__name__
         found |= vars(value) if name in sections_of(cls) else {name: value}
     return found

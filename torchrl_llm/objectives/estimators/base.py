@@ -20,14 +20,29 @@ from torchrl.objectives.value import ValueEstimatorBase
 from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
+from torchrl_llm.objectives.estimators.granularity import Granularity
 from torchrl_llm.objectives.estimators.rows import RowReader, check_finite, check_ids
 from torchrl_llm.utils.options import Checked, Count, Idle, NonNegative, Positive, Share
 
 
-# eq=False: a dataclass with == has no hash, which torch.nn.Module.modules() needs. repr=False keeps
-# the module's own.
+# eq=False, here and in the options of all modules: a dataclass with == has no hash, which
+# torch.nn.Module.modules() needs. repr=False keeps the module's own.
 @dataclass(kw_only=True, eq=False, repr=False)
-class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
+class EstimatorOptions(Checked):
+    """Options of :class:`TurnEstimator`, and so of nearly every estimator: discount and bound."""
+
+    idle: ClassVar[tuple[Idle, ...]] = (Idle(("discounted_objective",), {"gamma": (1,)}, "discount (gamma below 1)"),)
+
+    gamma: Share = 1.0
+    """Discount per turn."""
+    discounted_objective: bool = False
+    """Weigh turn k by gamma^k, as the gradient of the discounted return does."""
+    clip_advantage: Positive | None = None
+    """Bound on the absolute value of advantages; None sets none."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
     """Base class of the estimators: the keys, the common options, and what every row must satisfy.
 
     A subclass implements :meth:`estimate` and declares its own options as dataclass fields. Every
@@ -86,8 +101,6 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
 
     default_keys = _AcceptedKeys
 
-    idle: ClassVar[tuple[Idle, ...]] = (Idle(("discounted_objective",), {"gamma": (1,)}, "discount (gamma below 1)"),)
-
     _reads: ClassVar[tuple[str, ...]] = ("reward", "mask", "terminated", "truncated", "turn_ids")
     _writes: ClassVar[tuple[str, ...]] = ("advantage", "value_target", "turn_advantage", "turn_value_target")
 
@@ -104,7 +117,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
     rightly: as they are, where no row is compared with another. Otherwise such rows are refused.
     Not inherited: a subclass may compare otherwise, and says it itself."""
 
-    granularity: ClassVar[str] = "turn"
+    granularity: ClassVar[Granularity] = "turn"
     """The step of the estimator: a ``"turn"`` or a ``"token"``."""
 
     value_reduction: ClassVar[F.ValueReduction] = "first"
@@ -116,18 +129,13 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
 
     # torch.nn.Module takes modules as attributes only after its own constructor: hence not a field.
     value_network: InitVar[TensorDictModuleBase | None] = field(default=None, kw_only=False)
-    gamma: Share = 1.0
-    """Discount per turn."""
     kl_coeff: NonNegative = 0.0
-    discounted_objective: bool = False
-    """Weigh turn k by gamma^k, as the gradient of the discounted return does."""
-    clip_advantage: Positive | None = None
-    """Bound on the absolute value of advantages; None sets none."""
     process_group: dist.ProcessGroup | None = None
     value_chunk_size: Count | None = None
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
-        super().__init__(value_network=value_network, value_chunk_size=self.value_chunk_size)
+        # super() is the constructor of the options
+        ValueEstimatorBase.__init__(self, value_network=value_network, value_chunk_size=self.value_chunk_size)
         self.kl_fraction = 1.0  # of kl_coeff; the loss sets it
         # What a loss gave to it.
         self.serves: tuple[TensorDictModuleBase | None, float] | None = None

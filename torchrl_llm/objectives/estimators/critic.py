@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torchrl_llm import functional as F
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives.estimators.base import TurnEstimator
-from torchrl_llm.objectives.estimators.granularity import GRANULARITY_IDLE, Granularity, step_of
+from torchrl_llm.objectives.estimators.base import EstimatorOptions, TurnEstimator
+from torchrl_llm.objectives.estimators.granularity import SINGLE_TURN_IDLE, TOKEN_IDLE, Granularity, step_of
 from torchrl_llm.utils.options import NonNegative, Share
 
 
@@ -58,7 +58,26 @@ class CriticEstimator(TurnEstimator):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class TurnGAE(CriticEstimator):
+class GAEOptions(EstimatorOptions):
+    """Options of :class:`TurnGAE`: bias against variance, and what a step and its value are."""
+
+    idle = (*EstimatorOptions.idle, TOKEN_IDLE)
+
+    gamma: Share | None = None  # type: ignore[assignment]
+    """Discount per turn."""
+    lmbda: Share = 0.95
+    """Lambda of the turn-level GAE."""
+    granularity: Granularity = "turn"
+    """Credit per "turn" or per "token"; "auto" is per token where the environment ends every
+    episode with its first response."""
+    value_reduction: F.ValueReduction = "first"
+    """The value of a turn: "first" (unbiased), "mean" or "last"."""
+    whiten: bool = True
+    """Whiten the advantages over the batch."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class TurnGAE(GAEOptions, CriticEstimator):
     """Generalized advantage estimation over turns (or over action tokens), with a critic.
 
     Runs the critic under ``no_grad`` unless the batch already has its ``"state_value"``. After the
@@ -103,21 +122,10 @@ class TurnGAE(CriticEstimator):
         tensor([[0.0000, 0.5000, 0.5000, 0.0000, 1.0000]])
     """
 
-    idle = (*TurnEstimator.idle, *GRANULARITY_IDLE)
+    idle = (*GAEOptions.idle, SINGLE_TURN_IDLE)
     takes_trees = True
 
-    gamma: Share | None = None  # type: ignore[assignment]
-    """Discount per turn."""
-    lmbda: Share = 0.95
-    """Lambda of the turn-level GAE."""
-    granularity: Granularity = "turn"  # type: ignore[misc]
-    """Credit per "turn" or per "token"; "auto" is per token where the environment ends every
-    episode with its first response."""
     single_turn: bool | None = None
-    value_reduction: F.ValueReduction = "first"  # type: ignore[misc]
-    """The value of a turn: "first" (unbiased), "mean" or "last"."""
-    whiten: bool = True
-    """Whiten the advantages over the batch."""
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__post_init__(value_network)

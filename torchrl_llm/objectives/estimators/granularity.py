@@ -24,9 +24,9 @@ def step_of(granularity: Granularity, single_turn: bool | None) -> Literal["turn
     return "token" if single_turn else "turn"
 
 
-GRANULARITY_IDLE = (
-    Idle(("discounted_objective",), {"granularity": ("token",), "gamma": (None,)}, "discount (gamma below 1)"),
-    Idle(("single_turn",), {"granularity": ("turn", "token")}, 'set granularity to "auto"'),
-)
-"""Options that do nothing with some of ``granularity``, in estimators whose default of ``gamma`` is
-1 per token."""
+TOKEN_IDLE = Idle(("discounted_objective",), {"granularity": ("token",), "gamma": (None,)}, "discount (gamma below 1)")
+"""What does nothing per token, in estimators whose default of ``gamma`` is 1 there."""
+
+
+SINGLE_TURN_IDLE = Idle(("single_turn",), {"granularity": ("turn", "token")}, 'set granularity to "auto"')
+"""What only counts where the environment decides what a step is."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives.estimators.returns import ReturnEstimator, numbers_of
+from torchrl_llm.objectives.estimators.returns import ReturnEstimator, ReturnOptions, numbers_of
 from torchrl_llm.utils.options import Count, Finite, Idle, Natural, NonNegative, check_value
 
 Credit = Literal["episode", "turn", "state"]
@@ -33,7 +33,33 @@ shares."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class GroupRelative(ReturnEstimator):
+class GroupOptions(ReturnOptions):
+    """Options of :class:`GroupRelative`: which returns a group compares, and how."""
+
+    idle = (*ReturnOptions.idle, STATE_IDLE, POTENTIAL_IDLE)
+
+    credit: Credit = "episode"
+    """Compare the returns of the "episode", those from each "turn" on, or those from each "state"
+    on."""
+    state: str = "prefix"
+    """With credit="state", what turns share: the "prefix", the "observation", or the text of an
+    extra, by its name."""
+    fallback: F.Fallback = "turn"
+    """A turn whose state no other episode was in is compared with the others at the same "turn", or
+    keeps its "return"."""
+    baseline: F.Baseline = "mean"
+    """The group's "mean", or "leave_one_out" (with scale="none")."""
+    scale: F.Scale = "std"
+    """Divide by the group's "std", that of the "batch", the group's "mean" (MaxRL), or "none"."""
+    components: dict[str, float] | None = None
+    """Further rewards, extras with their weights, each compared by itself and added: {format:
+    0.5}."""
+    whiten: bool = False
+    """Whiten the advantages over the batch."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class GroupRelative(GroupOptions, ReturnEstimator):
     """Group-relative returns, of the whole episode, from each turn on, or from each state on.
 
     Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]``
@@ -97,28 +123,9 @@ class GroupRelative(ReturnEstimator):
                 [ 0.,  1.]])
     """
 
-    idle = (*ReturnEstimator.idle, STATE_IDLE, POTENTIAL_IDLE)
     takes_trees = True
     _reads = (*ReturnEstimator._reads, "group_id")
 
-    credit: Credit = "episode"
-    """Compare the returns of the "episode", those from each "turn" on, or those from each "state"
-    on."""
-    state: str = "prefix"
-    """With credit="state", what turns share: the "prefix", the "observation", or the text of an
-    extra, by its name."""
-    fallback: F.Fallback = "turn"
-    """A turn whose state no other episode was in is compared with the others at the same "turn", or
-    keeps its "return"."""
-    baseline: F.Baseline = "mean"
-    """The group's "mean", or "leave_one_out" (with scale="none")."""
-    scale: F.Scale = "std"
-    """Divide by the group's "std", that of the "batch", the group's "mean" (MaxRL), or "none"."""
-    components: dict[str, float] | None = None
-    """Further rewards, extras with their weights, each compared by itself and added: {format:
-    0.5}."""
-    whiten: bool = False
-    """Whiten the advantages over the batch."""
     ddof: Natural = 1
     eps: NonNegative = 1e-6
     group_size: Count | None = None

@@ -11,13 +11,26 @@ from torch import Tensor
 
 from torchrl_llm import functional as F
 from torchrl_llm.objectives.estimators.base import TurnEstimator
-from torchrl_llm.utils.options import ConfigError, Finite, Share
+from torchrl_llm.utils.options import Checked, ConfigError, Finite, Share
 
 Imitated = Literal["all", "success", "return"]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class ImitationWeights(TurnEstimator):
+class ImitationOptions(Checked):
+    """Options of :class:`ImitationWeights`: which turns are imitated, and how much."""
+
+    imitate: Imitated = "all"
+    """Imitate "all" turns, turns of episodes that ended in "success", or each with the weight of
+    its "return"."""
+    min_return: Finite | None = None
+    """Do not imitate turns whose return from there on is less; None sets no bound."""
+    gamma: Share = 1.0
+    """Discount per turn."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ImitationWeights(ImitationOptions, TurnEstimator):
     """The weight with which each turn is imitated, written as its advantage.
 
     Reads ``("turn", reward / mask / terminated / truncated / success)`` ``[B, T]`` and
@@ -52,13 +65,6 @@ class ImitationWeights(TurnEstimator):
 
     _reads: ClassVar[tuple[str, ...]] = (*TurnEstimator._reads, "success")
 
-    imitate: Imitated = "all"
-    """Imitate "all" turns, turns of episodes that ended in "success", or each with the weight of
-    its "return"."""
-    min_return: Finite | None = None
-    """Do not imitate turns whose return from there on is less; None sets no bound."""
-    gamma: Share = 1.0
-    """Discount per turn."""
     # No arguments: a weight of 0 or 1 has no place for a KL, and a return less a KL may be
     # negative.
     kl_coeff: float = field(init=False, default=0.0)

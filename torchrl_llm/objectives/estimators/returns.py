@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torchrl_llm import functional as F
 from torchrl_llm import keys
-from torchrl_llm.objectives.estimators.base import TurnEstimator
-from torchrl_llm.objectives.estimators.granularity import GRANULARITY_IDLE, Granularity, step_of
+from torchrl_llm.objectives.estimators.base import EstimatorOptions, TurnEstimator
+from torchrl_llm.objectives.estimators.granularity import SINGLE_TURN_IDLE, TOKEN_IDLE, Granularity, step_of
 from torchrl_llm.utils.options import Natural, NonNegative, Share
 
 Population = Literal["batch", "none"]
@@ -46,7 +46,16 @@ def numbers_of(rows: TensorDictBase, option: str, name: str) -> Tensor:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class ReturnEstimator(TurnEstimator):
+class ReturnOptions(EstimatorOptions):
+    """Options of :class:`ReturnEstimator`: those of every estimator, and the potential."""
+
+    potential: str | None = None
+    """Shape rewards by this extra, the potential of the state before each turn: a baseline of
+    returns."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ReturnEstimator(ReturnOptions, TurnEstimator):
     """Base class of the estimators that compare returns, without a critic.
 
     The KL is scored like the rewards and added; whether scores differ at all is judged without it.
@@ -61,10 +70,6 @@ class ReturnEstimator(TurnEstimator):
             expected gradient stays the same. A turn without the number (NaN) counts as 0. Default:
             ``None``.
     """
-
-    potential: str | None = None
-    """Shape rewards by this extra, the potential of the state before each turn: a baseline of
-    returns."""
 
     @property
     def takes_kl(self) -> bool:
@@ -101,7 +106,22 @@ class ReturnEstimator(TurnEstimator):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class ReBN(ReturnEstimator):
+class ReBNOptions(ReturnOptions):
+    """Options of :class:`ReBN`: what a step is, and what returns are normalized over."""
+
+    idle = (*ReturnOptions.idle, TOKEN_IDLE)
+
+    gamma: Share | None = None  # type: ignore[assignment]
+    """Discount per turn."""
+    granularity: Granularity = "turn"
+    """Credit per "turn" or per "token"; "auto" is per token where the environment ends every
+    episode with its first response."""
+    normalize_over: Population = "batch"
+    """Normalize returns over the "batch", or "none"."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ReBN(ReBNOptions, ReturnEstimator):
     """Return batch normalization: the discounted return of each turn, normalized over all turns of
     the batch; or of each token.
 
@@ -138,19 +158,12 @@ class ReBN(ReturnEstimator):
                 [ 0.,  1.]])
     """
 
-    idle = (*TurnEstimator.idle, *GRANULARITY_IDLE)
+    idle = (*ReBNOptions.idle, SINGLE_TURN_IDLE)
     takes_trees = True
 
-    gamma: Share | None = None  # type: ignore[assignment]
-    """Discount per turn."""
-    granularity: Granularity = "turn"  # type: ignore[misc]
-    """Credit per "turn" or per "token"; "auto" is per token where the environment ends every
-    episode with its first response."""
     single_turn: bool | None = None
     ddof: Natural = 1
     eps: NonNegative = 1e-8
-    normalize_over: Population = "batch"
-    """Normalize returns over the "batch", or "none"."""
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__post_init__(value_network)
