@@ -165,10 +165,13 @@ class TestAlternatives:
         assert Fit.from_values(method="SGD", beta=0).step == SGD()
 
     def test_the_name_of_the_class_beside_the_sections_is_told_what_to_write(self):
-        with pytest.raises(
-            TypeError, match=r"Fit has no option 'method'\. It is the class of a section: Fit\(step=SGD\("
-        ):
+        said = r"no option 'method'\. It is the class of a section: give step one of Adam or SGD\.$"
+        with pytest.raises(TypeError, match=said):
             Fit(method="SGD")
+        with pytest.raises(ConfigError, match=r"method is 'Adam', and step is a SGD: leave one of them out\."):
+            Fit.from_values(method="Adam", step=SGD())
+        with pytest.raises(TypeError, match=r"It stands in the section step: Fit\(step=SGD\(lr=\.\.\.\)\)\.$"):
+            Fit(step=SGD(), lr=0.5)
         with pytest.raises(TypeError, match=r"It stands in the section step: Fit\(step=SGD\(momentum=\.\.\.\)\)\.$"):
             Fit(momentum=0.5)
 

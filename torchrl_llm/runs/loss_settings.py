@@ -41,8 +41,8 @@ class LossSettings(Alternative):
 
     estimator: str | None = None
     """The value estimator: a class of torchrl_llm.objectives, such as "TurnVTrace", or
-    "package.module:Name", which gets those of these options that it has; None takes the algorithm's
-    own."""
+    "package.module:Name", which gets those of these options that it has and that are not the
+    algorithm's defaults; None takes the algorithm's own."""
 
     def __post_init__(self) -> None:
         for name in ("clip_epsilon", "sampler_bounds"):

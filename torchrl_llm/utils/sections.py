@@ -194,9 +194,9 @@ class Sectioned(Checked):
     """
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        for name, value in options.items():
+        for name in options:
             if name not in options_of(cls):
-                raise TypeError(f"{cls.__name__} has no option {name!r}.{_place(cls, name, value)}")
+                raise TypeError(f"{cls.__name__} has no option {name!r}.{_place(cls, name, options)}")
         made = super().__new__(cls, *args, **options)
         for section in choices_of(cls).values():
             kinds = sections_of(cls)[section]
@@ -248,14 +248,16 @@ class Sectioned(Checked):
         return self.from_values(**{**before, **given})
 
 
-def _place(cls: type[Checked], name: str, value: Any) -> str:
+def _place(cls: type[Checked], name: str, given: Mapping[str, Any]) -> str:
     """Where a setting stands that was given beside the sections, or what a wrong name was meant to
     be."""
     if name in choices_of(cls):
-        return f" It is the class of a section: {cls.__name__}({choices_of(cls)[name]}={value}(...))."
-    if (section := section_of(cls, name)) is None:
+        named = choices_of(cls)[name]
+        return f" It is the class of a section: give {named} one of {describe(options_of(cls)[named].hint)}."
+    section = section_of(cls, name)
+    if section is None:
         return meant(cls, name)
-    kind = next(kind for kind in sections_of(cls)[section] if name in options_of(kind))
+    kind = next(kind for kind in (type(given.get(section)), *sections_of(cls)[section]) if name in options_of(kind))
     return f" It stands in the section {section}: {cls.__name__}({section}={kind.__name__}({name}=...))."
 
 
@@ -266,7 +268,11 @@ def _by_name(cls: type[Checked], given: Mapping[str, Any]) -> dict[str, Any]:
             check_value(f"{cls.__name__}.{name}", value, options_of(cls)[name].hint)
         elif name not in settings_of(cls):
             raise TypeError(f"{cls.__name__} has no option {name!r}.{meant(cls, name)}")
-    return _flat(cls, given) | {name: value for name, value in given.items() if name not in sections_of(cls)}
+    flat, own = _flat(cls, given), {name: value for name, value in given.items() if name not in sections_of(cls)}
+    for choice, section in choices_of(cls).items():
+        if section in given and own.get(choice, flat[choice]) != flat[choice]:
+            raise ConfigError(f"{choice} is {own[choice]!r}, and {section} is a {flat[choice]}: leave one of them out.")
+    return flat | own
 
 
 def _kinds(cls: type[Checked], given: Mapping[str, Any]) -> dict[str, type[Checked]]:
