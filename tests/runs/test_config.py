@@ -8,6 +8,7 @@ import pytest
 from torchrl_llm.modules import SamplingConfig
 from torchrl_llm.modules.sampling import decide_stop_ids
 from torchrl_llm.runs import GRPO, ConfigError, RunSettings, parse_settings, resume_command
+from torchrl_llm.runs.effective_settings import effective_settings
 from torchrl_llm.runs.loss_settings import ALGORITHMS
 from torchrl_llm.trainers import TrainerConfig
 from torchrl_llm.utils.options import options_of
@@ -267,7 +268,9 @@ class TestRunConfig:
 
     @pytest.mark.parametrize("none", [None, 0.0])
     def test_no_bound_of_the_value(self, none):
-        assert RunSettings.from_values(clip_value=none).loss_options()["clip_value"] == none
+        config = RunSettings.from_values(clip_value=none)
+        assert config.loss_options()["clip_value"] == none
+        assert effective_settings(config)["clip_value"] is None
         assert "clip_value" not in RunSettings().loss_options()
 
     def test_error_is_named(self):

@@ -69,6 +69,7 @@ class LLMPPOLoss(PPOOptions, TurnPolicyLoss):
     ) -> None:
         super().__post_init__(actor, critic, estimator)
         self.joint_network = joint
+        self.clip_value = self.clip_value or None
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -110,7 +111,7 @@ class LLMPPOLoss(PPOOptions, TurnPolicyLoss):
         target = self._frozen(rows, "value_target", hint)
         error = (value - target).square()
         clipped = torch.zeros_like(turn_ids, dtype=torch.bool)
-        if self.clip_value:
+        if self.clip_value is not None:
             # Pooled as the new values are; otherwise values of different tokens would be compared.
             old = self._pool(self._frozen(rows, "value", hint), turn_ids)
             near = old + (value - old).clamp(-self.clip_value, self.clip_value)
