@@ -62,6 +62,16 @@ class TestFind:
         (whole / SETTINGS).write_text("env: {env_name: game:Wordle-v0}\ntemperature: 0.7\n")
         assert find_saved_model(whole).config() == config
 
+    def test_null_stood_for_the_default_of_an_algorithm(self, whole):
+        (whole / SETTINGS).write_text(
+            "algo: GRPO\ngranularity: null\ncritic_coeff: null\nbaseline: null\nscale: none\n"
+        )
+        settings = find_saved_model(whole).settings
+        assert (settings["baseline"], settings["scale"], "critic_coeff" in settings) == ("mean", "none", False)
+        (whole / SETTINGS).write_text("loss: {lmbda: null}\nsampling: {temperature: null}\n")
+        with pytest.raises(ConfigError, match="temperature is None; expected a number"):
+            find_saved_model(whole)
+
     def test_another_environment_has_no_weights_of_the_runs_mixture(self, whole):
         (whole / SETTINGS).write_text(
             "env:\n  env_name: [game:Wordle-v0, game:Hangman-v0]\n  env_weights: [1.0, 2.0]\n"

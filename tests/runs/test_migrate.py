@@ -178,6 +178,7 @@ def test_what_0_2_saved_is_read_as_what_it_was():
     assert RunSettings.from_values(**saved) == RunSettings.from_values(algo="SFT", imitate="success")
     assert settings_of_now(saved) == saved
     assert settings_of_now({}) == RunSettings().as_json()
+    assert settings_of_now({"lmbda": None, "clip_epsilon": None}) == RunSettings().as_json()
 
 
 def test_what_is_saved_now_may_be_none():

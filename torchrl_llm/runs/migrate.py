@@ -13,7 +13,7 @@ from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.loss_settings import ALGORITHMS, LLMPPO
 from torchrl_llm.runs.settings_file import RENAMED, Loader, composed
 from torchrl_llm.utils.hints import nearest
-from torchrl_llm.utils.options import ConfigError, check_value, options_of
+from torchrl_llm.utils.options import ConfigError, check_value, fits, options_of
 from torchrl_llm.utils.sections import in_sections, section_of, sections_of, settings_in, settings_of
 
 
@@ -78,9 +78,13 @@ def settings_of_now(saved: Mapping[str, Any]) -> dict[str, Any]:
     check_value("algo", algo, settings_of(RunSettings)["algo"].hint)
     (kind,) = (kind for kind in ALGORITHMS if kind.__name__ == algo)
     of_loss, own = saved.keys() & settings_in(RunSettings, "loss"), options_of(kind).keys()
-    if not of_loss <= own:
-        left_out = {name for name in of_loss if name not in own or saved[name] is None}
-        saved = {name: value for name, value in saved.items() if name not in left_out}
+    old = not of_loss <= own
+    left_out = {
+        name
+        for name in of_loss
+        if name not in own or (saved[name] is None and (old or not fits(None, options_of(kind)[name].hint)))
+    }
+    saved = {name: value for name, value in saved.items() if name not in left_out}
     defaults = {name: value for name, value in RunSettings().as_json().items() if name not in vars(LLMPPO())}
     return {**defaults, "algo": algo, **vars(kind()), **saved}
 

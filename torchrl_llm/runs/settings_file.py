@@ -16,7 +16,7 @@ from yaml.scanner import ScannerError
 from torchrl_llm.utils.files import write_text
 from torchrl_llm.utils.hints import system_of
 from torchrl_llm.utils.options import Checked, ConfigError, Option, check_value, fits, options_of
-from torchrl_llm.utils.sections import meant, section_of, sections_of, settings_in, settings_of
+from torchrl_llm.utils.sections import choices_of, meant, section_of, sections_of, settings_in, settings_of
 
 RENAMED = {
     "adaptive_tasks": ("adaptive_mixture", "0.2.0"),
@@ -92,7 +92,8 @@ def read_settings(path: Path, cls: type[Checked], *, by_name: bool = False) -> I
         path: the file.
         cls: the class of the settings, whose sections the file has
             (:func:`~torchrl_llm.utils.sections.sections_of`).
-        by_name: take settings outside of sections too, as version 0.2 wrote them.
+        by_name: the file was written by this package, maybe by version 0.2: take settings outside
+            of sections too, and null for an option of an algorithm, which stood for its default.
 
     Raises:
         ConfigError: the file cannot be read, or a line is wrong; the message names the line.
@@ -100,7 +101,7 @@ def read_settings(path: Path, cls: type[Checked], *, by_name: bool = False) -> I
     root = composed(path)
     if root is not None:
         known = settings_of(cls) if by_name else settings_in(cls, None)
-        yield from _Reader(path, cls).read(root, {**options_of(cls), **known})
+        yield from _Reader(path, cls, nulls=by_name).read(root, {**options_of(cls), **known})
 
 
 @dataclass
@@ -109,6 +110,7 @@ class _Reader:
 
     path: Path
     cls: type[Checked]
+    nulls: bool = False
 
     def read(
         self, node: yaml.Node, known: Mapping[str, Option], section: str | None = None
@@ -135,7 +137,9 @@ class _Reader:
                 yield from self.read(value, settings_in(self.cls, name), name)
                 continue
             try:
-                read = _value(f"{where} {name}", value, value.value, known[name].hint)
+                of_class = section_of(self.cls, name) in choices_of(self.cls).values()
+                hint = known[name].hint | None if self.nulls and of_class else known[name].hint
+                read = _value(f"{where} {name}", value, value.value, hint)
             except yaml.MarkedYAMLError as error:  # such as a key that is a list
                 raise ConfigError(f"{where} {name} cannot be read: {error.problem}.") from error
             yield name, read
