@@ -61,10 +61,7 @@ html_math_renderer = "mathml"
 # Every reference into this package must resolve. Those into other packages stay plain text: no
 # inventory is fetched.
 nitpicky = True
-nitpick_ignore_regex = [
-    (r"py:.*", r"(?!torchrl_llm\.).*"),
-    (r"py:.*", r".*\.(_AcceptedKeys|T|Lengths|_worker\..*)"),
-]
+nitpick_ignore_regex = [(r"py:.*", r"(?!torchrl_llm\.).*"), (r"py:.*", r".*\.(_AcceptedKeys|T|Lengths|_worker\..*)")]
 
 
 def _cell(text: str) -> str:
@@ -75,43 +72,21 @@ def _cell(text: str) -> str:
 
 def _keys_table(view: dict[keys.NestedKey, keys.KeySpec]) -> str:
     """Name, shape, writer and meaning of every key of a view, from the schema."""
-    constants = {
-        value: name
-        for name, value in vars(keys).items()
-        if name.isupper() and isinstance(value, str | tuple)
-    }
+    constants = {value: name for name, value in vars(keys).items() if name.isupper() and isinstance(value, str | tuple)}
     rows = []
     for name, spec in view.items():
-        shown = (
-            f'"{name}"'
-            if isinstance(name, str)
-            else "(" + ", ".join(f'"{part}"' for part in name) + ")"
-        )
+        shown = f'"{name}"' if isinstance(name, str) else "(" + ", ".join(f'"{part}"' for part in name) + ")"
         shape = f"`{keys.SHAPES[spec.axis]}` {str(spec.dtype).removeprefix('torch.')}"
-        rows.append(
-            f"| `{shown}` | {shape} | {_cell(spec.meaning)} | {spec.writer} | `{constants[name]}` |"
-        )
-    return "\n".join(
-        [
-            "| key | shape, dtype | meaning | writer | constant |",
-            "|---|---|---|---|---|",
-            *rows,
-        ]
-    )
+        rows.append(f"| `{shown}` | {shape} | {_cell(spec.meaning)} | {spec.writer} | `{constants[name]}` |")
+    return "\n".join(["| key | shape, dtype | meaning | writer | constant |", "|---|---|---|---|---|", *rows])
 
 
 def _metrics_table() -> str:
     """Name and meaning of every metric, one Markdown table a family."""
     parts = []
     for family in dict.fromkeys(name.partition("/")[0] for name in METRICS):
-        rows = [
-            f"| `{name}` | {_cell(text)} |"
-            for name, text in METRICS.items()
-            if name.startswith(f"{family}/")
-        ]
-        parts.append(
-            "\n".join([f"## {family}", "", "| name | meaning |", "|---|---|", *rows])
-        )
+        rows = [f"| `{name}` | {_cell(text)} |" for name, text in METRICS.items() if name.startswith(f"{family}/")]
+        parts.append("\n".join([f"## {family}", "", "| name | meaning |", "|---|---|", *rows]))
     return "\n\n".join(parts)
 
 
@@ -122,19 +97,14 @@ def _settings_table(section: str | None) -> str:
         f"| `{name}` | {_cell(describe(option.hint))} | `{shown_default(name)}` | {_cell(meaning[name])} |"
         for name, option in settings_in(RunSettings, section).items()
     ]
-    return "\n".join(
-        ["| field | type | default | meaning |", "|---|---|---|---|", *rows]
-    )
+    return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
 
 
 def _run_settings() -> str:
     """The settings of a run, a table for each section."""
     tables = [_settings_table(None)]
     for name, kinds in sections_of(RunSettings).items():
-        of = ", ".join(
-            f"{{py:class}}`~{kind.__module__.rpartition('.')[0]}.{kind.__name__}`"
-            for kind in kinds
-        )
+        of = ", ".join(f"{{py:class}}`~{kind.__module__.rpartition('.')[0]}.{kind.__name__}`" for kind in kinds)
         tables += [f"### {title_of(kinds)}", f"`{name}`: {of}", _settings_table(name)]
     return "\n\n".join(tables)
 
@@ -144,9 +114,7 @@ def _other_systems() -> str:
     parts = []
     for system, table in SYSTEMS.items():
         rows = [f"| `{name}` | {_cell(text)} |" for name, text in table.items()]
-        parts.append(
-            "\n".join([f"## {system}", "", "| theirs | ours |", "|---|---|", *rows])
-        )
+        parts.append("\n".join([f"## {system}", "", "| theirs | ours |", "|---|---|", *rows]))
     return "\n\n".join(parts)
 
 
@@ -166,17 +134,7 @@ PACKAGES = {
     "metrics": ("health", "rollouts"),
     "trainers": (),
     "runs": (
-        *(
-            "effective_settings",
-            "finite",
-            "loss_state",
-            "outputs",
-            "pieces",
-            "recorded_groups",
-            "recording",
-            "resume",
-            "run_files",
-        ),
+        *("effective_settings", "finite", "loss_state", "outputs", "pieces", "recorded_groups", "recording", "resume", "run_files"),
         *("run_folder", "run_info", "saved", "smollm2", "states"),
     ),
     "tuning": (),
@@ -184,17 +142,7 @@ PACKAGES = {
     "worlds": ("textworld", "openenv", "textarena", "mcp"),
     "cli": (),
     "testing": (
-        *(
-            "credit_worlds",
-            "enumerable",
-            "environments",
-            "policies",
-            "pretended_gpu",
-            "pretended_gpu_plugin",
-            "probes",
-            "simulation",
-            "take_away",
-        ),
+        *("credit_worlds", "enumerable", "environments", "policies", "pretended_gpu", "pretended_gpu_plugin", "probes", "simulation", "take_away"),
         *("tabular", "tiny", "tokenizers", "worlds"),
     ),
 }
@@ -206,11 +154,7 @@ HERE = {"RunSettings", "TrainerConfig", "KeySpec"}
 
 def _data_doc(module: str, name: str) -> list[str]:
     """The docstring below a constant, from whichever module of the package declares it."""
-    for source in (
-        name
-        for name in sorted(sys.modules)
-        if name == module or name.startswith(f"{module}.")
-    ):
+    for source in (name for name in sorted(sys.modules) if name == module or name.startswith(f"{module}.")):
         docs = ModuleAnalyzer.for_module(source).find_attr_docs()
         if ("", name) in docs:
             return docs["", name]
@@ -223,23 +167,11 @@ def _reference(module: str) -> str:
     loaded = import_module(module)
     public = {name: getattr(loaded, name) for name in getattr(loaded, "__all__", ())}
     package = ".".join(module.split(".")[:2])
-    callables = {
-        name: value
-        for name, value in public.items()
-        if inspect.isclass(value) or inspect.isfunction(value)
-    }
+    callables = {name: value for name, value in public.items() if inspect.isclass(value) or inspect.isfunction(value)}
     # What another package makes is documented there: two descriptions of one thing are an error.
-    members = [
-        name
-        for name, value in callables.items()
-        if value.__module__.startswith(package)
-    ]
+    members = [name for name, value in callables.items() if value.__module__.startswith(package)]
     others = [name for name in callables if name not in members]
-    constants = [
-        name
-        for name, value in public.items()
-        if name not in callables and not inspect.ismodule(value)
-    ]
+    constants = [name for name, value in public.items() if name not in callables and not inspect.ismodule(value)]
     lines = [
         f".. automodule:: {module}",
         "   :members:",
@@ -247,14 +179,7 @@ def _reference(module: str) -> str:
     ]
     lines += ["   :undoc-members:"] if module.endswith(".keys") else []
     if members:
-        lines += [
-            "",
-            "   .. autosummary::",
-            "      :nosignatures:",
-            "",
-            *(f"      {name}" for name in members),
-            "",
-        ]
+        lines += ["", "   .. autosummary::", "      :nosignatures:", "", *(f"      {name}" for name in members), ""]
     for name in constants:
         lines += [
             "",
@@ -274,12 +199,9 @@ def _write_reference(folder: Path) -> None:
         package = f"torchrl_llm.{name}"
         pages = [package, *(f"{package}.{part}" for part in parts)]
         text = "\n\n".join(
-            f"{page}\n{('-' if part else '=') * len(page)}\n\n{_reference(page)}"
-            for part, page in enumerate(pages)
+            f"{page}\n{('-' if part else '=') * len(page)}\n\n{_reference(page)}" for part, page in enumerate(pages)
         )
-        for found in pkgutil.iter_modules(
-            getattr(import_module(package), "__path__", [])
-        ):
+        for found in pkgutil.iter_modules(getattr(import_module(package), "__path__", [])):
             if found.name not in parts and not found.name.startswith("_"):
                 text += f"\n\n.. py:module:: {package}.{found.name}"
         path = folder / f"{name}.rst"
@@ -289,13 +211,7 @@ def _write_reference(folder: Path) -> None:
 
 _write_reference(Path(__file__).parent / "api")
 
-myst_enable_extensions = [
-    "dollarmath",
-    "amsmath",
-    "substitution",
-    "colon_fence",
-    "deflist",
-]
+myst_enable_extensions = ["dollarmath", "amsmath", "substitution", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 myst_substitutions = {
     "turn_view": _keys_table(keys.TURN_VIEW),
@@ -317,9 +233,7 @@ def _constructor_signature(app, what, name, obj, options, signature, return_anno
     it."""
     if what == "class" and signature and signature.startswith("(*args"):
         shown = sphinx_inspect.signature(obj.__init__, bound_method=True)
-        return sphinx_inspect.stringify_signature(
-            shown, show_return_annotation=False, unqualified_typehints=True
-        ), None
+        return sphinx_inspect.stringify_signature(shown, show_return_annotation=False, unqualified_typehints=True), None
     return None
 
 
