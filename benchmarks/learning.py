@@ -263,9 +263,10 @@ def check_settings(folder: Path, config: "RunSettings") -> None:
     these."""
     from torchrl_llm.runs.config import HOW_TO_RUN
     from torchrl_llm.runs.identity import config_changes
+    from torchrl_llm.runs.migrate import settings_of_now
     from torchrl_llm.runs.settings_file import read_settings
 
-    saved = dict(read_settings(folder / "config.yaml", type(config)))
+    saved = settings_of_now(dict(read_settings(folder / "config.yaml", type(config), by_name=True)))
     changes = config_changes(saved, config.as_json(), ignore=HOW_TO_RUN)
     if changes:
         listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in changes.items())

@@ -1,5 +1,7 @@
 """Settings: what is accepted, what is an error, and what the error says."""
 
+import copy
+import pickle
 import re
 from pathlib import Path
 
@@ -7,11 +9,19 @@ import pytest
 
 from torchrl_llm.modules import SamplingConfig
 from torchrl_llm.modules.sampling import decide_stop_ids
-from torchrl_llm.runs import GRPO, ConfigError, RunSettings, parse_settings, resume_command
-from torchrl_llm.runs.effective_settings import effective_settings
+from torchrl_llm.runs import (
+    GRPO,
+    LLMPPO,
+    ConfigError,
+    RolloutSettings,
+    RunSettings,
+    parse_settings,
+    resume_command,
+)
+from torchrl_llm.runs.effective_settings import changed_settings, effective_settings
 from torchrl_llm.runs.loss_settings import ALGORITHMS
 from torchrl_llm.trainers import TrainerConfig
-from torchrl_llm.utils.options import options_of
+from torchrl_llm.utils.options import IdleError, options_of
 from torchrl_llm.utils.sections import sections_of, settings_of
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "configs"
@@ -265,6 +275,33 @@ class TestRunConfig:
                     # the estimator's weight of the KL is the loss's
                     same = options_of(cls)[name].default == options_of(kind)[name].default
                     assert same or (cls, name) == (kind.loss.default_value_estimator, "kl_coeff"), name
+
+    def test_an_estimator_decides_the_defaults_of_what_it_has(self):
+        """What the settings show is what is trained with."""
+        chosen = {"algo": "GRPO", "group_size": 4, "estimator": "ReBN"}
+        for given, gamma in (({}, 0.9), ({"gamma": 1.0}, 1.0), ({"gamma": 0.5}, 0.5)):
+            config = RunSettings.from_values(**chosen, **given)
+            saved = RunSettings.from_values(**config.as_json())
+            assert saved == config == copy.deepcopy(config) == pickle.loads(pickle.dumps(config))
+            assert config.replace(seed=1).replace(seed=config.trainer.seed) == config
+            assert (
+                config.loss.gamma
+                == config.loss_options()["estimator"].gamma
+                == effective_settings(config)["gamma"]
+                == gamma
+            )
+            assert ("gamma" in changed_settings(config)) == (gamma != 0.9)
+        assert (
+            RunSettings(loss=GRPO(), rollouts=RolloutSettings(group_size=4)).replace(estimator="ReBN").loss.gamma == 0.9
+        )
+        assert RunSettings.from_values(**chosen).replace(estimator=None).loss == GRPO()
+        ppo = RunSettings.from_values(estimator="GroupRelative", group_size=4)
+        assert (LLMPPO().whiten, ppo.loss.whiten, ppo.loss_options()["estimator"].whiten) == (True, False, False)
+        assert ppo.loss.kl_coeff == LLMPPO().kl_coeff  # the loss's, not the estimator's
+
+    def test_none_for_an_option_of_another_algorithm_is_an_error(self):
+        with pytest.raises(IdleError, match="critic_coeff=None does nothing with algo='GRPO'"):
+            RunSettings.from_values(algo="GRPO", group_size=4, critic_coeff=None)
 
     @pytest.mark.parametrize("none", [None, 0.0])
     def test_no_bound_of_the_value(self, none):

@@ -187,8 +187,18 @@ def test_what_is_saved_now_may_be_none():
     assert saved["clip_value"] is None
 
 
-def test_null_was_a_default(tmp_path):
+def test_null_for_a_default_and_options_of_other_algorithms_are_left_out(tmp_path):
+    """A run of 0.2 wrote them into its config.yaml."""
     path = tmp_path / "old.yaml"
-    path.write_text("algo: LLMPPO\nclip_value: null\n")
-    with pytest.raises(ConfigError, match=r"line 2: clip_value: null was the algorithm's default before 0\.3\.0"):
-        migrated(path)
+    path.write_text(
+        "algo: GRPO\nseed: 3\n# Of the loss.\nbaseline: null\nscale: none  # Dr. GRPO\ncritic_coeff: 0\nclip_value: null\n"
+        "group_size: 4\nlr_critic: null\n"
+    )
+    assert migrated(path) == (
+        "algo: GRPO\nrollouts:\n  group_size: 4\nloss:\n  scale: none  # Dr. GRPO\noptim:\n  lr_critic: null\ntrainer:\n  seed: 3\n"
+    )
+
+
+def test_a_folder_does_not_have_its_estimator_imported():
+    saved = settings_of_now({"algo": "GRPO", "estimator": "strange_module:Estimator", "gamma": None, "scale": "none"})
+    assert (saved["estimator"], saved["scale"], "gamma" in saved) == ("strange_module:Estimator", "none", False)

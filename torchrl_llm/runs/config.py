@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, ClassVar, Self, cast
 
 from tensordict.nn import TensorDictModuleBase
@@ -258,7 +257,7 @@ class RunSettings(Sectioned):
                 f"estimator={self.loss.estimator!r} needs a critic, and algo={self.algo!r} has none: use LLMPPO."
             )
         own, known = options_of(self.loss.loss.default_value_estimator), options_of(chosen)
-        unused = tuple(name for name in self.changed_loss_options() if name in own and name not in known)
+        unused = tuple(name for name in self.loss.changed() if name in own and name not in known)
         instead = "choose an estimator that has the option"
         Idle(unused, {"estimator": (self.loss.estimator,)}, instead).check(self.values(), {})
 
@@ -301,8 +300,8 @@ class RunSettings(Sectioned):
         return self.loss.loss(actor, **options)
 
     def loss_options(self, loss_class: type[objectives.TurnLoss] | None = None) -> dict[str, Any]:
-        """The keyword arguments of the algorithm's loss, with its estimator. What is the default of
-        the algorithm is left to the classes, of which a chosen one may have another.
+        """The keyword arguments of the algorithm's loss, with its estimator. What is a default is
+        left to the classes, because a ``loss_class`` may have another one.
 
         Args:
             loss_class: what they are for, if not the stock loss: a subclass of it.
@@ -328,7 +327,7 @@ class RunSettings(Sectioned):
                 "of: choose the algorithm that it is one of, or make it from fields of the config by hand."
             )
         kind = self.value_estimator() or (loss_class or stock).default_value_estimator
-        given = self.changed_loss_options() | {"group_size": self.rollouts.group_size}
+        given = self.loss.changed() | {"group_size": self.rollouts.group_size}
         values = options_of(loss_class or stock)
         options = {name: value for name, value in given.items() if name in values}
         if (
@@ -348,12 +347,6 @@ class RunSettings(Sectioned):
             )
         return options | {"estimator": kind(**credit)}
 
-    def changed_loss_options(self) -> dict[str, Any]:
-        """The options of loss and estimator that are not the algorithm's defaults."""
-        defaults = options_of(type(self.loss))
-        changed = {name: value for name, value in vars(self.loss).items() if value != defaults[name].default}
-        return {name: value for name, value in changed.items() if name != "estimator"}
-
     def value_estimator(self) -> type[objectives.TurnEstimator] | None:
         """The class that :attr:`estimator` names; ``None``: the algorithm's own.
 
@@ -361,19 +354,7 @@ class RunSettings(Sectioned):
             ConfigError: there is no such class, or it is not a
                 :class:`~torchrl_llm.objectives.TurnEstimator`.
         """
-        if self.loss.estimator is None:
-            return None
-        name = self.loss.estimator if ":" in self.loss.estimator else f"torchrl_llm.objectives:{self.loss.estimator}"
-        try:
-            found = resolve_name(name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"estimator is {self.loss.estimator!r}, which cannot be imported ({error}); expected a class of torchrl_llm.objectives, "
-                'or "package.module:Name".'
-            ) from error
-        if not (isinstance(found, type) and issubclass(found, objectives.TurnEstimator)):
-            raise ConfigError(f"estimator={self.loss.estimator!r} is {found!r}; expected a subclass of TurnEstimator.")
-        return found
+        return self.loss.value_estimator()
 
     @property
     def slots(self) -> int:

@@ -122,18 +122,18 @@ def changed_settings(config: RunSettings, loss: TurnLoss | None = None) -> dict[
         {'gamma': ['0.9', '1.0'], 'granularity': ['token', 'turn']}
     """
     outputs, options = names_of(OutputSettings), config.options()
-    given = {name: value for name, value in sorted(config.values().items()) if name not in outputs}
-    given = {name: value for name, value in given.items() if value != options[name].default}
-    pairs = {name: _Value(value, _default(config, name)) for name, value in given.items()}
+    others = {name: value for name, value in config.values().items() if name not in {*outputs, *vars(config.loss)}}
+    changed = {name: value for name, value in others.items() if value != options[name].default} | config.loss.changed()
+    pairs = {name: _Value(value, _default(config, name)) for name, value in sorted(changed.items())}
     if loss is not None:
         pairs |= {name: each for name, each in _options(loss).items() if name not in options}
     return {name: [str(each.value), str(each.default)] for name, each in pairs.items() if each.is_changed}
 
 
 def _default(config: RunSettings, name: str) -> Any:
-    default = config.options()[name].default
     if name not in vars(config.loss):
-        return default
+        return config.options()[name].default
+    default = config.loss.defaults()[name]
     try:
         return _options(config.replace(**{name: default}).make_loss(NO_ACTOR, NO_CRITIC))[name].value
     except (ConfigError, KeyError):  # another setting needs it, or only another loss has it

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from torchrl_llm.runs.config import RunSettings
-from torchrl_llm.runs.loss_settings import ALGORITHMS, LLMPPO
+from torchrl_llm.runs.loss_settings import ALGORITHMS, LLMPPO, LossSettings
 from torchrl_llm.runs.settings_file import RENAMED, Loader, composed
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.options import ConfigError, check_value, fits, options_of
@@ -19,7 +19,8 @@ from torchrl_llm.utils.sections import in_sections, section_of, sections_of, set
 
 def migrated(path: Path) -> str:
     """The text of a YAML file of settings, with each setting in its section under its name of
-    today; comments stay above what they are about.
+    today; comments stay above what they are about. Options of another algorithm and ``null`` for
+    one of the algorithm's, which stood for its default, are left out with theirs.
 
     Args:
         path: a file without sections.
@@ -51,15 +52,18 @@ def migrated(path: Path) -> str:
     ends = [_end(node) for _, node in root.value]
     starts = [_above(lines, key.start_mark.line, end) for (key, _), end in zip(root.value, [0, *ends], strict=False)]
     starts[0] = root.start_mark.line  # the comment above the first is the file's
+    values = dict(zip(names, _loaded("\n".join(lines)).values(), strict=True))
+    left_out = _left_out(values)
     found: dict[str, list[str]] = {name: [] for name in ("", *sections_of(RunSettings))}
     for name, (key, _), start, end in zip(names, root.value, starts, [*starts[1:], ends[-1]], strict=True):
         section, first = section_of(RunSettings, name) or "", key.start_mark.line
         said = [*lines[start:first], lines[first].replace(str(key.value), name, 1), *lines[first + 1 : end]]
+        if name in left_out:
+            continue
         found[section] += [f"  {line}" if section and line else line for line in said]
     parts = [([f"{section}:"] if section else []) + said for section, said in found.items() if said]
     text = "\n".join([*lines[: starts[0]], *(line for part in parts for line in part), *lines[ends[-1] :]]) + "\n"
-    values = dict(zip(names, _loaded("\n".join(lines)).values(), strict=True))
-    if _loaded(text) != in_sections(RunSettings, values):
+    if _loaded(text) != in_sections(RunSettings, {name: values[name] for name in names if name not in left_out}):
         raise ConfigError(f"{path}: its lines cannot be moved as they are: write its settings into sections by hand.")
     return text
 
@@ -74,19 +78,32 @@ def settings_of_now(saved: Mapping[str, Any]) -> dict[str, Any]:
         >>> settings["scale"], settings["baseline"], "critic_coeff" in settings
         ('none', 'mean', False)
     """
-    algo = saved.get("algo", RunSettings().algo)
-    check_value("algo", algo, settings_of(RunSettings)["algo"].hint)
-    (kind,) = (kind for kind in ALGORITHMS if kind.__name__ == algo)
-    of_loss, own = saved.keys() & settings_in(RunSettings, "loss"), options_of(kind).keys()
-    old = not of_loss <= own
-    left_out = {
-        name
-        for name in of_loss
-        if name not in own or (saved[name] is None and (old or not fits(None, options_of(kind)[name].hint)))
-    }
+    kind = _kind(saved)
+    options = options_of(kind)
+    # 0.3 has no options of others, and None where it is a value.
+    of_now = saved.keys() & settings_in(RunSettings, "loss").keys() <= options.keys()
+    left_out = {name for name in _left_out(saved) if not (of_now and fits(None, options[name].hint))}
     saved = {name: value for name, value in saved.items() if name not in left_out}
     defaults = {name: value for name, value in RunSettings().as_json().items() if name not in vars(LLMPPO())}
-    return {**defaults, "algo": algo, **vars(kind()), **saved}
+    # Where an estimator is named, they are its defaults, and it is not imported because a file says
+    # so.
+    of_kind = {"estimator": None} if saved.get("estimator") else vars(kind())
+    return {**defaults, "algo": kind.__name__, **of_kind, **saved}
+
+
+def _kind(values: Mapping[str, Any]) -> type[LossSettings]:
+    """The class of the algorithm of settings by name."""
+    algo = values.get("algo", RunSettings().algo)
+    check_value("algo", algo, settings_of(RunSettings)["algo"].hint)
+    (kind,) = (kind for kind in ALGORITHMS if kind.__name__ == algo)
+    return kind
+
+
+def _left_out(values: Mapping[str, Any]) -> set[str]:
+    """What had no effect in settings of 0.2: options of other algorithms, and ``None`` for a
+    default."""
+    of_loss, own = values.keys() & settings_in(RunSettings, "loss").keys(), options_of(_kind(values))
+    return {name for name in of_loss if name not in own or values[name] is None}
 
 
 def _dedented(line: str, indent: int) -> str:
@@ -116,7 +133,7 @@ def _loaded(text: str) -> dict[str, Any]:
 def _names(path: Path, root: yaml.MappingNode) -> Iterator[str]:
     """The names of today of the settings, in the order of the file."""
     seen: set[str] = set()
-    for key, value in root.value:
+    for key, _ in root.value:
         where = f"{path}, line {key.start_mark.line + 1}:"
         if not isinstance(key, yaml.ScalarNode):
             raise ConfigError(f"{where} expected 'field: value', and the field is not text.")
@@ -127,7 +144,5 @@ def _names(path: Path, root: yaml.MappingNode) -> Iterator[str]:
             raise ConfigError(f"{where} {name!r} is not a setting.{nearest(name, [*settings_of(RunSettings)])}")
         if name in seen:
             raise ConfigError(f"{where} {name} is given twice.")
-        if section_of(RunSettings, name) == "loss" and value.tag == "tag:yaml.org,2002:null":
-            raise ConfigError(f"{where} {name}: null was the algorithm's default before 0.3.0: leave the line out.")
         seen.add(name)
         yield name

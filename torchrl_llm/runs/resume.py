@@ -85,7 +85,10 @@ def find_start(config: RunSettings, folder: RunFolder, python_parts: Mapping[str
         )
     if "optimizer" not in manifest["components"]:
         raise ConfigError(f"{start} holds weights only (save_optimizer=False): start a run from them with init_from.")
-    manifest["metadata"]["config"] = settings_of_now(manifest["metadata"]["config"])
+    before = settings_of_now(manifest["metadata"]["config"])
+    if (before["algo"], before["estimator"]) == (config.algo, config.loss.estimator):
+        before = config.loss.defaults() | before
+    manifest["metadata"]["config"] = before
     _check_same(config, python_parts, manifest["metadata"], start)
     return Start(start, manifest)
 

@@ -113,7 +113,7 @@ def wrong_trees(config: Any) -> Iterator[str]:
     elif not kind.takes_trees:
         yield f"tree_branches={branches} makes rows that begin with the same turns, and {kind.__name__} takes none: leave one of them out."
     elif issubclass(kind, GroupRelative):
-        if config.changed_loss_options().get("baseline", options_of(kind)["baseline"].default) != "leave_one_out":
+        if getattr(config.loss, "baseline", options_of(kind)["baseline"].default) != "leave_one_out":
             yield f'tree_branches={branches} with the mean of the group as baseline is biased: use baseline="leave_one_out" and scale="none".'
         if group == size:
             yield (

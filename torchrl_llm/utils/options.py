@@ -283,7 +283,7 @@ class Idle(NamedTuple):
         present = {**defaults, **given}
         if not all(name in present and present[name] in values for name, values in self.under.items()):
             return
-        allowed = {name: (defaults.get(name), self.harmless.get(name)) for name in self.names}
+        allowed = {name: [each[name] for each in (defaults, self.harmless) if name in each] for name in self.names}
         idle = [name for name in self.names if name in given and given[name] not in allowed[name]]
         if idle:
             where = " and ".join(f"{name}={present[name]!r}" for name in self.under)

@@ -14,6 +14,8 @@ import inspect
 import re
 import types
 from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from torchrl_llm.utils.hints import nearest
@@ -56,6 +58,15 @@ class Alternative(Checked):
     harmless: ClassVar[Mapping[str, Any]] = types.MappingProxyType({})
     """Values of settings of other classes that ask for what happens anyway, and are no error."""
 
+    def defaults(self) -> dict[str, Any]:
+        """The default of each option, beside the others."""
+        return vars(type(self)())
+
+    def changed(self) -> dict[str, Any]:
+        """The options that are not the defaults."""
+        defaults = self.defaults()
+        return {name: value for name, value in vars(self).items() if value != defaults[name]}
+
 
 @remembered
 def sections_of(cls: type[Checked]) -> Mapping[str, tuple[type[Checked], ...]]:
@@ -79,6 +90,7 @@ def choices_of(cls: type[Checked]) -> Mapping[str, str]:
 
 @remembered
 def _by_section(cls: type[Checked]) -> Mapping[str | None, Mapping[str, Option]]:
+    """The settings of every section, and under ``None`` those that stand in none."""
     own: dict[str, Option] = {}
     for choice, section in choices_of(cls).items():
         names = tuple(kind.__name__ for kind in sections_of(cls)[section])
@@ -116,7 +128,7 @@ def _merged(kinds: tuple[type[Checked], ...]) -> dict[str, Option]:
             found.setdefault(name, []).append(option)
     return {
         name: Option(
-            Union[tuple(each.hint for each in options)],  # noqa: UP007 (of as many as there are)
+            reduce(or_, (each.hint for each in options)),
             options[0].default
             if all(each.default == options[0].default for each in options)
             else inspect.Parameter.empty,
@@ -202,7 +214,7 @@ class Sectioned(Checked):
             kinds = sections_of(cls)[section]
             if section in options and type(options[section]) not in kinds:
                 raise ConfigError(
-                    f"{section} is a subclass, {type(options[section]).__name__}; expected {describe(Union[kinds])} itself."  # noqa: UP007
+                    f"{section} is a subclass, {type(options[section]).__name__}; expected {describe(options_of(cls)[section].hint)} itself."
                 )
         given = _flat(cls, options)
         check_idle(cls, given, _known(cls, _kinds(cls, given)))
@@ -243,8 +255,10 @@ class Sectioned(Checked):
         another class has the defaults of that."""
         cls, before, given = type(self), self.values(), _by_name(type(self), changes)
         for choice, section in choices_of(cls).items():
-            if given.get(choice, before[choice]) != before[choice]:
-                before = {name: value for name, value in before.items() if section_of(cls, name) != section}
+            same = given.get(choice, before[choice]) == before[choice]
+            # Not the defaults, which may be others beside the changes.
+            kept = getattr(self, section).changed() if same else {}
+            before = {name: value for name, value in before.items() if section_of(cls, name) != section} | kept
         return self.from_values(**{**before, **given})
 
 
