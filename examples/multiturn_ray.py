@@ -33,7 +33,7 @@ def start_ray(config: RunSettings, address: str | None) -> Any:
     if address is not None:
         ray.init(address=address)
     else:
-        asked = math.ceil((config.ray.ray_workers or 2) * (config.ray.ray_worker_cpus or 1))
+        asked = math.ceil(config.rollouts.num_collectors * (config.rollouts.ray_worker_cpus or 1))
         ray.init(address="local", num_cpus=max(os.cpu_count() or 1, asked), include_dashboard=False)
     return ray
 

@@ -4,7 +4,9 @@ An environment family is in envs/test_families.py, an inference engine in
 weight_update/test_third_engine.py.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ from torchrl.checkpoint import CheckpointError
 from torchrl.envs import RewardScaling, TransformedEnv
 
 from torchrl_llm import keys
-from torchrl_llm.envs import GEMEnv
+from torchrl_llm.envs import EnvironmentUnavailableError, GEMEnv
 from torchrl_llm.objectives import LLMReinforceLoss, TurnEstimator
-from torchrl_llm.runs import RunSettings, build_run
+from torchrl_llm.runs import ConfigError, RunSettings, build_run
+from torchrl_llm.runs.effective_settings import effective_settings
 from torchrl_llm.trainers import Callback
 from torchrl_llm.utils.options import Share
 
@@ -72,6 +75,168 @@ def test_a_setting_of_a_loss_is_one_field(tmp_path):
         TemperedLoss(run.models.actor, strength=2.0)
     assert (run.trainer.loss.strength, LLMReinforceLoss in type(run.trainer.loss).__mro__) == (0.25, True)
     assert len(run.trainer.train()) == 2
+
+
+class Watch(Callback):
+    """Keeps what it was made with, and how many iterations it has seen."""
+
+    def __init__(self, *, every: int, seen: int = 0):
+        self.every, self.seen = every, seen
+
+    def on_iteration(self, trainer, metrics):
+        self.seen += 1
+
+    def state_dict(self):
+        return {"seen": torch.tensor(self.seen)}
+
+    def load_state_dict(self, state_dict):
+        self.seen = int(state_dict["seen"])
+
+
+class ScaledReturn(CenteredReturn):
+    """Has an option that is no setting, and another default of one that is."""
+
+    def __init__(self, *, width: float = 1.0, gamma: float = 0.5, **options):
+        super().__init__(gamma=gamma, **options)
+        self.width = width
+
+    def estimate(self, tensordict):
+        return {name: self.width * value for name, value in super().estimate(tensordict).items()}
+
+
+def length_of(completion, answer, question):
+    return float(len(completion) % 3)
+
+
+class Echo:
+    """One turn, paid by the length of the answer."""
+
+    def __init__(self, pay=1.0):
+        self.pay = pay
+
+    def reset(self, seed=None):
+        return "Say something.", {}
+
+    def step(self, action):
+        return "", self.pay * (len(action) % 3), True, False, {}
+
+
+HERE = "tests.test_extending"
+"""The package of this module, from the root of the repository."""
+
+
+@pytest.fixture
+def from_root(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+
+
+@pytest.mark.usefixtures("from_root")
+class TestNamedInAFile:
+    """Parts of one's own, named in a settings file as "package.module:Name" with their arguments."""
+
+    def settings(self, tmp_path, text, **more):
+        path = tmp_path / "run.yaml"
+        path.write_text(text)
+        return RunSettings.from_yaml(path).replace(output_dir=tmp_path / "run", **SMALL | more)
+
+    def test_loss_and_estimator(self, tmp_path):
+        config = self.settings(
+            tmp_path,
+            f"""\
+            algo: LLMREINFORCE
+            loss:
+              loss_class: {HERE}:TemperedLoss
+              loss_options: {{strength: 0.25}}
+              estimator: {HERE}:ScaledReturn
+              estimator_options: {{width: 2.0}}
+              kl_coeff: 0.0
+            """,
+        )
+        assert config.loss.gamma == 0.5  # the estimator's default
+        loss = build_run(config).trainer.loss
+        assert (type(loss).__name__, loss.strength, loss.kl_coeff) == ("TemperedLoss", 0.25, 0.0)
+        estimator = loss.value_estimator
+        assert (type(estimator).__name__, estimator.width, float(estimator.gamma)) == ("ScaledReturn", 2.0, 0.5)
+        assert RunSettings.from_values(**config.as_json()) == config
+        effective = effective_settings(config)
+        assert (effective["loss_class"], effective["strength"], effective["width"]) == (
+            f"{HERE}:TemperedLoss",
+            0.25,
+            2.0,
+        )
+        assert effective != effective_settings(config.replace(loss_options={"strength": 0.5}))
+
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ({"loss_class": f"{HERE}:Watch"}, r"loss_class names '.*:Watch'.*expected a subclass of LLMReinforceLoss"),
+            ({"loss_class": f"{HERE}:NoLoss"}, r"loss_class names .*cannot be imported"),
+            ({"algo": "SFT", "demonstrations": "guess_by_hints", "loss_class": f"{HERE}:TemperedLoss"}, "expected a subclass of LLMSFTLoss"),
+            ({"loss_options": {"strength": 0.5}}, r"loss_options=.* does nothing with loss_class=None"),
+            ({"loss_class": f"{HERE}:TemperedLoss", "loss_options": {"strenght": 0.5}}, r"loss_options has strenght, which TemperedLoss does not take\. Did you mean 'strength'\?"),
+            ({"loss_class": f"{HERE}:TemperedLoss", "loss_options": {"kl_coeff": 0.5}}, "loss_options has kl_coeff, which is a setting of its own"),
+            ({"loss_class": f"{HERE}:TemperedLoss", "loss_options": {"strength": 2.0}}, r"strength is 2\.0; expected a number, between 0 and 1"),
+            ({"estimator_options": {"width": 1.0}}, r"estimator_options=.* does nothing with estimator=None"),
+        ],
+    )  # fmt: skip
+    def test_what_is_wrong_with_a_loss_is_said_before_models_are_loaded(self, settings, said):
+        with pytest.raises(ConfigError, match=said):
+            RunSettings.from_values(**{"algo": "LLMREINFORCE"} | settings)
+
+    def test_callbacks_and_an_environment_continue_with_their_run(self, tmp_path):
+        text = f"""\
+            env:
+              env_name: {HERE}:Echo
+              env_options: {{pay: 0.5}}
+            output:
+              callbacks:
+                {HERE}:Watch: {{every: 5}}
+            """
+        saved = {"save_checkpoints": True, "checkpoint_interval": 1}
+        run = build_run(self.settings(tmp_path, text, **saved))
+        assert 0 <= run.trainer.train()[-1]["rollout/reward"] <= 1
+        assert (run.trainer.callbacks[-1].every, run.trainer.callbacks[-1].seen) == (5, 2)
+        more = saved | {"resume": True, "max_iterations": 3, "accept_changes": ["max_iterations"]}
+        run = build_run(self.settings(tmp_path, text, **more))
+        run.trainer.train()
+        assert run.trainer.callbacks[-1].seen == 3
+
+    def test_a_dataset_and_its_reward(self, tmp_path):
+        rows = [{"question": f"{i}?", "answer": str(i)} for i in range(8)]
+        for split, part in (("train", rows[:6]), ("test", rows[6:])):
+            (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, part)))
+        config = self.settings(
+            tmp_path,
+            f"""\
+            env:
+              env_name: torchrl_llm.envs:PromptDatasetEnv
+              env_options:
+                dataset: {{train: {tmp_path}/train.jsonl, test: {tmp_path}/test.jsonl}}
+                reward_fn: {HERE}:length_of
+            """,
+        )
+        run = build_run(config)
+        assert type(run.trainer.collector.env).__name__ == "PromptDatasetEnv"
+        assert 0 <= run.trainer.train()[-1]["rollout/reward"] <= 2
+        assert run.final_evaluation().episodes > 0
+        with pytest.raises(ConfigError, match=r"env_weights=\[1\.0\] does nothing with PromptDatasetEnv"):
+            build_run(config.replace(env_weights=[1.0]))
+
+    @pytest.mark.parametrize(
+        ("callbacks", "said"),
+        [
+            ({f"{HERE}:Echo": {}}, "callbacks names .*:Echo.*expected a subclass of Callback"),
+            ({f"{HERE}:Watch": 3}, "callbacks has .*:Watch: 3; expected a mapping"),
+            ({f"{HERE}:Watch": {"evry": 5}}, "callbacks has .*:Watch with .*evry.*and it says: .*unexpected keyword"),
+        ],
+    )
+    def test_what_is_wrong_with_a_callback(self, tmp_path, callbacks, said):
+        with pytest.raises(ConfigError, match=said):
+            small_run(tmp_path, settings={"callbacks": callbacks})
+
+    def test_an_environment_that_cannot_be_imported(self, tmp_path):
+        with pytest.raises(EnvironmentUnavailableError, match=r"no id of a family, and cannot be imported.*NoSuch"):
+            small_run(tmp_path, settings={"env_name": f"{HERE}:NoSuch"})
 
 
 def test_a_metric_is_what_an_evaluator_returns(tmp_path):

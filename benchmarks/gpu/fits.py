@@ -89,8 +89,8 @@ def estimate(case: Case) -> Estimate:
     """What a case takes on each card."""
     total, cuda = CARDS[case.card], torch.device("cuda")
     config, model = shaped(case.model, **case.settings)
-    engine = 0.0 if config.rollouts.collector == "ray" else total * engine_share(config, cuda)
-    beside = 0.0 if config.engine.sleep_mode else engine
+    engine = 0.0 if config.collector == "ray" else total * engine_share(config, cuda)
+    beside = 0.0 if config.engine.sleeps else engine
     there: dict[str, Any] = {"shards": case.shards, "device": cuda}
     tokens = config.trainer.max_tokens or default_max_tokens(config, model, **there, card=int(total * 2**30))
     parts = memory_estimate(config.replace(max_tokens=tokens), model, **there)

@@ -232,7 +232,9 @@ class TestSchema:
     def test_is_what_train_prints(self, tmp_path):
         done = command("train", "--print-schema", folder=tmp_path)
         assert json.loads(done.stdout) == settings_schema()
-        assert settings_schema()["properties"].keys() == {"algo"} | options_of(RunSettings).keys()
+        assert (
+            settings_schema()["properties"].keys() == {"algo", "policy", "collector"} | options_of(RunSettings).keys()
+        )
 
     def test_accepts_every_shipped_file_and_the_defaults(self):
         check = fastjsonschema.compile(settings_schema())

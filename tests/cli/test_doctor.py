@@ -6,6 +6,7 @@ import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from command_runs import command
@@ -22,6 +23,7 @@ from torchrl_llm.runs.tiny import tiny_model_path
 from torchrl_llm.testing.pretended_gpu import pretended_gpu
 from torchrl_llm.testing.tiny import load_tiny_tokenizer, random_model
 from torchrl_llm.utils.host import host_memory
+from torchrl_llm.utils.sections import settings_of
 
 CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "tiny_ppo_llm.yaml"
 
@@ -84,6 +86,15 @@ class TestDoctor:
         assert "an estimate" in found["memory"][1]
         assert {"torch", "transformers", "extra ray", "cpu", "engine", "model", "template"} <= found.keys()
         assert not [*tmp_path.glob("[!.]*")]  # nothing is written
+
+    def test_of_every_collector(self):
+        games = {"self_play": {"env_name": "world:take-away", "max_model_len": 256}}
+        for collector in get_args(settings_of(RunSettings)["collector"].hint):
+            config = RunSettings.from_values(
+                model_path="tiny", device="cpu", collector=collector, **games.get(collector, {})
+            )
+            found = {name: state for name, state, _ in fit(config)}
+            assert (found["engine"], found["prompt"]) == ("ok", "ok")
 
     def test_without_settings_it_is_about_the_installation(self, tmp_path):
         done = command("doctor", folder=tmp_path)

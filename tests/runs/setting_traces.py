@@ -190,7 +190,7 @@ def trained(config: RunSettings, env: Any) -> dict[str, Any]:
 
 def hanging(config: RunSettings, env: Any) -> dict[str, Any]:
     """The trace of a run of :class:`Slow`, whose steps hang where ``step_timeout`` ends them."""
-    if config.rollouts.step_timeout is not None:
+    if getattr(config.rollouts, "step_timeout", None) is not None:
         Slow.limited.set()
     try:
         return trained(config, env)
@@ -218,7 +218,7 @@ def built(config: RunSettings, env: Any) -> dict[str, Any]:
 def graded(config: RunSettings, env: Any) -> Any:
     """The gradient on a batch whose log-probs are not the model's: for runs that do not repeat,
     with ``max_staleness``."""
-    run = build_run(config.replace(collector="turn", max_staleness=None, sampler_bounds=None, sampler_level="token"))
+    run = build_run(config.replace(collector="turn", sampler_bounds=None, sampler_level="token"))
     next(iter(run.trainer.collector))
     rows = run.trainer.replay_buffer[:].contiguous()
     rows["old_log_prob"] = rows["sample_log_prob"] + torch.linspace(0, 2, rows["sample_log_prob"].shape[1])
@@ -276,8 +276,8 @@ def engine(config: RunSettings, env: Any) -> Any:
         distributed = build.Distributed.of(accelerator := make_accelerator(config))
         started = engines.start_engine(config, tokenizer, sampling, distributed, accelerator.device)
         policy, sync = build.make_policy(config, tokenizer, sampling, models, started)
-        worker = build._worker_policy(config, tokenizer, sampling, None) if config.rollouts.policy == "vllm" else None
-        if config.rollouts.collector == "ray":
+        worker = build._worker_policy(config, tokenizer, sampling, None) if config.policy == "vllm" else None
+        if config.collector == "ray":
             game = GEMEnv(Guess, tokenizer=tokenizer)
             workers = build.worker_options(config, None, tokenizer, sync)
             buffer, estimator = build.make_replay_buffer(config), build.make_objective(config, models).value_estimator

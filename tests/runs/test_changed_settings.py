@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from small_runs import TwoTurns, Won, small_config
 
 from torchrl_llm import keys
-from torchrl_llm.runs import build_run
+from torchrl_llm.runs import ConfigError, build_run
 
 SAVED = {"save_checkpoints": True, "checkpoint_interval": 1, "lora_r": 2}
 TREES = {"baseline": "leave_one_out", "scale": "none"}
@@ -79,6 +79,20 @@ class TestTasks:
         assert run.trainer.collector.env.task_sampler.success is not None
         run = trained(tmp_path, 2, env=[Scored, Other], **changed("adaptive_mixture"))
         assert run.trainer.collector.env.task_sampler.success is None
+
+
+def test_another_collector_is_one_change(tmp_path):
+    """Its own settings have their defaults, and those of the one before are gone with it."""
+    before = {"tree_branches": 1, "group_size": 4, **TREES}
+    trained(tmp_path, 1, **before)
+    with pytest.raises(
+        ConfigError, match=r"differ from those of .*: tree_branches was 1, is 0; collector was 'turn', is 'async'\. Use"
+    ):
+        trained(tmp_path, 2, **before | {"tree_branches": 0}, collector="async", **changed())
+    run = trained(tmp_path, 2, **TREES, group_size=4, collector="async", **changed("collector", "tree_branches"))
+    assert run.trainer.iteration == 2
+    run = trained(tmp_path, 3, **TREES, group_size=4, **changed("collector"))
+    assert run.trainer.iteration == 3
 
 
 @pytest.mark.parametrize("lora_r", [2, 0])

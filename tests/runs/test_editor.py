@@ -40,8 +40,8 @@ from torchrl_llm import runs
 
 runs.RunSettings(batch_size=8)
 runs.RunSettings(loss="GRPO")
-runs.RunSettings(rollouts=runs.RolloutSettings(batch_sise=8))
-runs.RunSettings(rollouts=runs.RolloutSettings(batch_size="8"))
+runs.RunSettings(rollouts=runs.TurnRollouts(batch_sise=8))
+runs.RunSettings(rollouts=runs.TurnRollouts(batch_size="8"))
 runs.RunSettings(rollouts=runs.EnvSettings())
 runs.RunSettings(model={"model_path": "tiny"})
 runs.RunSettings(sampling=runs.SamplingConfig(temperature="hot"))
@@ -51,7 +51,7 @@ config.optim.lr_actor.bit_length()
 runs.build_run(config).config.env.num_envs.real
 runs.RunSettings(loss=runs.GRPO(critic_coeff=0.5))
 runs.SFT(imitate="some")
-right = runs.RunSettings(loss=runs.GRPO(scale="none"), rollouts=runs.RolloutSettings(batch_size=8, group_size=4))
+right = runs.RunSettings(loss=runs.GRPO(scale="none"), rollouts=runs.TurnRollouts(batch_size=8, group_size=4))
 steps: int = right.trainer.max_steps
 """
 

@@ -87,7 +87,7 @@ class TestRefused:
             ({"algo": "GRPO", "group_size": 2}, "GRPO compares the episodes of one task"),
             ({"algo": "LLMREINFORCE", "dynamic_sampling": 2}, "dynamic_sampling=2 compares"),
             ({"evaluation_greedy": True}, "evaluation_greedy"),
-            ({"group_size": 1}, "group_size=1 with collector.* at least 2; leave it out"),
+            ({"group_size": 1}, "group_size is 1; expected an integer, at least 2; the players of a game"),
             ({"batch_size": 3}, "batch_size=3 is not a multiple of group_size=2"),
             ({"step_timeout": 3.0}, "step_timeout=3.0 does nothing with collector='self_play'"),
             ({"max_staleness": 1}, "max_staleness=1 does nothing with collector='self_play'"),
@@ -170,7 +170,7 @@ class TestRun:
     def test_a_saved_model_plays_games_of_as_many_players(self, tmp_path, players):
         config = small(tmp_path, model_path="tiny", group_size=players, batch_size=6, num_envs=6)
         saved = SavedModel(path=tmp_path, weights=tmp_path, tokenizer=None, settings=config.as_json())
-        assert (saved.config().rollouts.collector, saved.config().rollouts.group_size) == ("self_play", players)
+        assert (saved.config().collector, saved.config().rollouts.group_size) == ("self_play", players)
 
     @pytest.mark.parametrize("role", ["model", "environment", "player"])
     def test_play_shows_one_conversation_and_no_game(self, tmp_path, capsys, role):

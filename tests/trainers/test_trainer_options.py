@@ -38,7 +38,7 @@ class TestOptions:
         decided = {"actor", "critic", "joint", "estimator", "value_network", "single_turn", "partial", "process_group"}
         decided |= {"group_size", "value_chunk_size", "ddof", "eps"}
         for kind in ALGORITHMS:
-            parts = options_of(kind.loss).keys() | options_of(kind.loss.default_value_estimator).keys()
+            parts = options_of(kind.stock).keys() | options_of(kind.stock.default_value_estimator).keys()
             inherited = {"kl_coeff", "discounted_objective", "clip_advantage"} if kind.__name__ == "SFT" else set()
             assert parts - decided - inherited == options_of(kind).keys() - {"estimator"}
 

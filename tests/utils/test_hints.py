@@ -219,7 +219,7 @@ class TestFiles:
             ("trainer:\n  optim: {}\n", "line 2: optim is a section of its own, and stands in no other."),
             ("optim:\n  lr_actr: 1\n", "line 2: lr_actr is not a setting of optim. Did you mean 'lr_actor'?"),
             ("optim:\n  batch_sise: 1\n", "batch_sise is not a setting of optim. Did you mean 'batch_size'? It stands in the section rollouts."),
-            ("xyzzy: 1\n", "The sections are model, weights, chat, env, sampling, rollouts, engine, ray, loss, optim, trainer, evaluation, output."),
+            ("xyzzy: 1\n", "The sections are model, weights, chat, env, sampling, rollouts, engine, loss, optim, trainer, evaluation, output."),
             ("env: game:x\n", "run.yaml, line 1: expected lines of the form 'field: value' below env:."),
             ("optim:\nenv: {}\noptim: {}\n", "line 3: optim is given twice."),
             ("[run]\nalgo = 'GRPO'\n", "found '<scalar>'; expected lines of the form 'field: value'."),

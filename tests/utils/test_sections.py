@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_llm.runs import ModelSettings, RolloutSettings, RunSettings
+from torchrl_llm.runs import AsyncRollouts, ModelSettings, RunSettings, TurnRollouts
 from torchrl_llm.utils.options import Checked, ConfigError, Count, Idle, IdleError
 from torchrl_llm.utils.sections import (
     Alternative,
@@ -78,7 +78,7 @@ class TestErrors:
     def test_a_setting_beside_the_sections_is_told_where_it_stands(self):
         with pytest.raises(
             TypeError,
-            match=r"RunSettings has no option 'batch_size'\. It stands in the section rollouts: RunSettings\(rollouts=RolloutSettings\(batch_size=\.\.\.\)\)\.$",
+            match=r"RunSettings has no option 'batch_size'\. It stands in the section rollouts: RunSettings\(rollouts=TurnRollouts\(batch_size=\.\.\.\)\)\.$",
         ):
             RunSettings(batch_size=8)
 
@@ -88,29 +88,32 @@ class TestErrors:
             with pytest.raises(TypeError, match=said):
                 make(batch_sise=8)
         with pytest.raises(TypeError, match=r"Did you mean 'rollouts'\?$"):
-            RunSettings(rollout=RolloutSettings())
+            RunSettings(rollout=TurnRollouts())
 
-    @pytest.mark.parametrize("wrong", [{"model_path": "tiny"}, None, RolloutSettings()])
+    @pytest.mark.parametrize("wrong", [{"model_path": "tiny"}, None, TurnRollouts()])
     def test_what_is_no_section_is_refused(self, wrong):
         with pytest.raises(ConfigError, match=r"RunSettings\.model is .*; expected ModelSettings\.$"):
             RunSettings(model=wrong)
 
     def test_a_section_checks_its_own(self):
-        with pytest.raises(ConfigError, match=r"RolloutSettings\.batch_size is 0; expected an integer, at least 1"):
-            RunSettings(rollouts=RolloutSettings(batch_size=0))
+        with pytest.raises(ConfigError, match=r"TurnRollouts\.batch_size is 0; expected an integer, at least 1"):
+            RunSettings(rollouts=TurnRollouts(batch_size=0))
         with pytest.raises(TypeError, match="ModelSettings has no option 'model'"):
             RunSettings(model=ModelSettings(model="tiny"))
 
 
 def test_every_setting_of_a_run_has_a_section_and_a_meaning():
     names = {name for kinds in sections_of(RunSettings).values() for kind in kinds for name in settings_of(kind)}
-    assert settings_of(RunSettings).keys() == {"algo"} | names == meanings_of(RunSettings).keys()
+    assert settings_of(RunSettings).keys() == {"algo", "policy", "collector"} | names == meanings_of(RunSettings).keys()
     assert {section_of(RunSettings, name) for name in names} == sections_of(RunSettings).keys()
     assert (section_of(RunSettings, "algo"), section_of(RunSettings, "nothing")) == (None, None)
 
 
-def option_class(name, *fields, base=Alternative, **namespace):
-    return dataclass_of(name, *fields, base=base, named_by="method", **namespace)
+Step = dataclass_of("Step", base=Alternative, named_by="method")
+
+
+def option_class(name, *fields, base=Step, **namespace):
+    return dataclass_of(name, *fields, base=base, **namespace)
 
 
 Adam = option_class("Adam", ("lr", float, 0.1), ("beta", float, 0.9))
@@ -135,6 +138,12 @@ class TestAlternatives:
         assert fit.replace(method="SGD") == fit.replace(step=SGD()) == Fit(seed=3, step=SGD())
         assert fit.replace(method="SGD", lr=0.2) == Fit(seed=3, step=SGD(lr=0.2))
         assert fit.replace(method="Adam", lr=0.2).step == Adam(lr=0.2, beta=0.5)
+
+    def test_another_class_keeps_what_all_classes_have(self):
+        config = RunSettings.from_values(batch_size=64, group_size=8, tree_branches=3, step_timeout=5.0)
+        assert config.replace(collector="async").rollouts == AsyncRollouts(batch_size=64, group_size=8)
+        assert config.replace(rollouts=AsyncRollouts()).rollouts == AsyncRollouts()
+        assert config.replace(collector="async").replace(collector="turn", tree_branches=3, step_timeout=5.0) == config
 
     def test_settings_are_those_of_all_classes_and_have_a_default_where_these_agree(self):
         assert [*settings_of(Fit)] == ["method", "seed", "lr", "beta", "momentum"]

@@ -14,6 +14,8 @@ import torch
 
 from torchrl_llm.cli._installation import Finding, check_extra
 from torchrl_llm.envs import GEMEnv
+from torchrl_llm.envs.games import GameSlots
+from torchrl_llm.envs.slots import SlotMachine
 from torchrl_llm.modules.checks import check_size
 from torchrl_llm.modules.lm import embedding_of
 from torchrl_llm.runs import build
@@ -86,10 +88,15 @@ def _tried(name: str, make: Callable[[], _T], describe: Callable[[_T], str]) -> 
 
 
 def _engine(config: RunSettings) -> Iterator[Finding]:
-    where = {"turn": "in this process", "async": "in this process, without a barrier", "ray": "on workers of Ray"}
-    engine = "a vLLM engine" if config.rollouts.policy == "vllm" else "transformers (HFPolicy)"
-    yield Finding("engine", "ok", f"{engine} samples, {where[config.rollouts.collector]}")
-    needed = {"vllm": config.rollouts.policy == "vllm", "ray": config.rollouts.collector == "ray"}
+    where = {
+        "turn": "in this process",
+        "async": "in this process, without a barrier",
+        "ray": "on workers of Ray",
+        "self_play": "in this process, for all seats of a game",
+    }
+    engine = "a vLLM engine" if config.policy == "vllm" else "transformers (HFPolicy)"
+    yield Finding("engine", "ok", f"{engine} samples, {where[config.collector]}")
+    needed = {"vllm": config.policy == "vllm", "ray": config.collector == "ray"}
     needed |= {"wandb": config.output.wandb, "tensorboard": config.output.tensorboard}
     for package, needs in needed.items():
         if needs:
@@ -182,7 +189,17 @@ def _device(config: RunSettings) -> torch.device:
 
 def _longest_prompt(env: GEMEnv) -> int:
     """The most tokens that the first prompt of a task has, of each environment of a mixture."""
-    return max(len(env.slots.open(0, index).ids) for index in range(_TASKS))
+    return max(_first_prompt(env.slots, index) for index in range(_TASKS))
+
+
+def _first_prompt(slots: SlotMachine, task: int) -> int:
+    """The tokens of the first prompt of a task, or of the player who begins a game."""
+    if not isinstance(slots, GameSlots):
+        return len(slots.open(0, task).ids)
+    first = task * slots.group_size
+    slots.start_match(0, first)
+    (seat, *_) = slots.due(0)
+    return len(slots.open(seat, first + seat).ids)
 
 
 def _room(config: RunSettings, length: int) -> str:

@@ -48,7 +48,7 @@ def run(arguments: Namespace) -> int:
     env = loaded.make_env()
     try:
         opponent = None
-        if loaded.config.rollouts.collector == "self_play":
+        if loaded.config.collector == "self_play":
             opponent = make_opponent(loaded.config, env.formatter, loaded.policy.sampling)
         seen = tasks_of_weights(saved.path)
         result = evaluate(env, loaded.policy, episodes, greedy=arguments.greedy, opponent=opponent, seen_tasks=seen)

@@ -28,6 +28,7 @@ from torchrl_llm.envs.rewards import Grader, Question, RewardFn, Row, WantedColu
 from torchrl_llm.envs.tasks import Stream, TaskSampler, TaskSpec
 from torchrl_llm.envs.tensors import chosen_slots, responses_of
 from torchrl_llm.envs.text_env import EnvSpec
+from torchrl_llm.utils.named import find_named
 from torchrl_llm.utils.options import Positive, options_of
 
 SPLITS: dict[Stream, tuple[str, ...]] = {"train": ("train",), "eval": ("validation", "test"), "test": ("test",)}
@@ -349,7 +350,8 @@ class PromptDatasetEnv(GEMEnv):
         dataset: a mapping from split to rows (such as a ``datasets.DatasetDict``), or rows alone:
             the split ``"train"``. Rows are a list of dicts, a Hugging Face ``Dataset``, or the path
             of a file (:func:`read_rows`).
-        reward_fn: ``reward_fn(completion, answer, question) -> float``. ``completion`` is the
+        reward_fn: ``reward_fn(completion, answer, question) -> float``, or its name, as
+            ``"package.module:name"``. ``completion`` is the
             :class:`~torchrl_llm.envs.Response`: a string without its end-of-turn token, with the
             answer behind the thinking as its ``text``; ``answer`` is what the dataset has. Further
             parameters are columns, passed by name: those that it names (one with a default may be
@@ -401,7 +403,7 @@ class PromptDatasetEnv(GEMEnv):
     def __init__(
         self,
         dataset: Any,
-        reward_fn: RewardFn,
+        reward_fn: RewardFn | str,
         *,
         tokenizer: PreTrainedTokenizerBase,
         question: str = "question",
@@ -415,15 +417,16 @@ class PromptDatasetEnv(GEMEnv):
         **options: Any,
     ) -> None:
         _check_options(options)
+        reward: RewardFn = find_named("reward_fn", reward_fn, "a function") if isinstance(reward_fn, str) else reward_fn
         rendering = {name: options.pop(name) for name in options_of(ChatFormatter) if name in options}
         formatter = PromptFormatter(tokenizer, conversation_template=conversation_template, **rendering)
-        wanted = WantedColumns.of(reward_fn, batched=batched)
+        wanted = WantedColumns.of(reward, batched=batched)
         rows = _rows_of(
             dataset,
             stream,
             {"question": question, "answer": answer, "wanted": wanted, "system_prompt": formatter.system_prompt},
         )
-        grader = Grader(reward_fn, rows, batched=batched, timeout=reward_timeout)
+        grader = Grader(reward, rows, batched=batched, timeout=reward_timeout)
         env = EnvSpec(type(self).__name__, partial(Question, grader), single_turn=True)
         super().__init__(env, tokenizer=tokenizer, num_envs=num_envs, stream=stream, **rendering, **options)
         # GEMEnv's constructor has made these two for environments of several turns.

@@ -12,11 +12,12 @@ from __future__ import annotations
 import inspect
 import logging
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torchrl_llm.envs.chat import compose_message
@@ -407,6 +408,21 @@ def register_env_family(name: str, resolve: Callable[[str], EnvSpec]) -> None:
     _families[name] = resolve
 
 
+def named_env(env: EnvSource | Sequence[str]) -> Any:
+    """The environment of one's own that an id names as ``"package.module:Name"``; ``None``: it is
+    an id of a family, which has no dot.
+
+    Raises:
+        EnvironmentUnavailableError: it cannot be imported.
+    """
+    if not isinstance(env, str) or "." not in env.partition(":")[0] or ":" not in env:
+        return None
+    try:
+        return resolve_name(env)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise EnvironmentUnavailableError(env, "It is no id of a family, and cannot be imported.", error) from error
+
+
 def resolve_env(env: EnvSource) -> EnvSpec:
     """The environment that an id or a factory names.
 
@@ -422,6 +438,8 @@ def resolve_env(env: EnvSource) -> EnvSpec:
     if not isinstance(env, str):
         name = getattr(env, "__name__", type(env).__name__)
         return EnvSpec(name, env, extras=getattr(env, "extras", {}), single_turn=getattr(env, "single_turn", None))
+    if (named := named_env(env)) is not None:
+        return replace(resolve_env(named), name=env)
     family = env.partition(":")[0]
     if family not in _families and (offered := installed_families().get(family)):
         try:

@@ -73,7 +73,7 @@ class Given(NamedTuple):
                 "leave it out, or give make_env the weights."
             )
         check_demonstrations(config)
-        if config.rollouts.collector == "ray":
+        if config.collector == "ray":
             running_ray()  # before the models are loaded
 
     def names(self) -> dict[str, str]:
@@ -151,9 +151,7 @@ def make_environments(
     shard = {"worker": ranks.rank, "num_workers": ranks.world_size} if ranks.world_size > 1 else {}
     source = given.make_env or build.stock_env(config, given.env)
     make = partial(build.make_environment, config, tokenizer, source, **shard)
-    make_train = partial(
-        make, stream="train", group_size=config.rollouts.group_size // (1 + config.rollouts.tree_branches)
-    )
+    make_train = partial(make, stream="train", group_size=config.rollouts.num_started)
     train = make_train()
     opened.callback(train.close, raise_if_closed=False)
     config = with_granularity(config, place.saved, train)
@@ -199,7 +197,11 @@ def make_loss_and_reference(
     if not isinstance(loss, TurnLoss):
         raise ConfigError(f"make_loss(config, models) returned a {type(loss).__name__}; expected a TurnLoss.")
     credit = type(loss.value_estimator)
-    if config.loss.estimator is not None and credit is not config.value_estimator():
+    if given.make_loss is not None and config.loss.loss_class is not None:
+        raise ConfigError(
+            f"loss_class={config.loss.loss_class!r} does nothing with build_run(make_loss=...), which makes the loss: leave one of them out."
+        )
+    if config.loss.estimator is not None and credit is not config.loss.estimator_type():
         raise ConfigError(
             f"estimator={config.loss.estimator!r}, but the loss that make_loss(config, models) returned has a {credit.__name__}: give it "
             "the estimator of config.loss_options(), or leave the setting out (and branches, which are TurnVine's)."
@@ -257,7 +259,7 @@ def make_rollouts(
     if weight_sync is not None:
         opened.callback(weight_sync.close)
     opponent = None
-    if config.rollouts.collector == "self_play":
+    if config.collector == "self_play":
         opponent = make_opponent(config, environments.train.formatter, sampling, models)
     buffer = build.make_replay_buffer(config)
     workers = {}

@@ -5,7 +5,7 @@ The parts are plain TorchRL; :func:`~torchrl_llm.runs.build_run` puts them toget
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
 from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, SeenTasks, SelfPlayEnv, resolve_env
 from torchrl_llm.envs.tasks import Stream
+from torchrl_llm.envs.text_env import named_env
 from torchrl_llm.modules import ActorCritic, HFPolicy, PlayerPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.vllm.weights import TRANSFERS
@@ -40,12 +41,22 @@ from torchrl_llm.modules.weights import holds_adapter
 from torchrl_llm.objectives import TurnLoss
 from torchrl_llm.runs.config import ConfigError, RunSettings
 from torchrl_llm.runs.demonstrations import check_player, find_demonstrations, read_demonstrations
-from torchrl_llm.runs.engines import make_engine, serves_adapter
-from torchrl_llm.runs.settings import FORMATTER
+from torchrl_llm.runs.engines import make_engine, serves_adapter, vllm_settings, worker_gpus
+from torchrl_llm.runs.settings import (
+    FORMATTER,
+    AsyncRollouts,
+    HFSettings,
+    RayRollouts,
+    SelfPlayRollouts,
+    TurnRollouts,
+    VLLMSettings,
+)
 from torchrl_llm.runs.sources import model_path
 from torchrl_llm.stops import response_end_ids
+from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import evaluate
+from torchrl_llm.utils.named import find_class
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
 _PARITY_LENGTH = 257
@@ -53,10 +64,6 @@ _PARITY_LENGTH = 257
 
 MODEL = ("dtype", "attn_implementation", "trust_remote_code", "quantization")
 """Settings of the model wherever it is loaded by transformers: here and on workers."""
-
-_SAMPLER = ("seed", "compile_decode")
-"""Settings of :class:`~torchrl_llm.modules.HFPolicy` where it samples for a run: here and on
-workers."""
 
 _ENVIRONMENT = (
     *("max_turns", "max_model_len", "max_output_tokens", "overflow", *FORMATTER),
@@ -81,27 +88,30 @@ def given_options(config: RunSettings, *names: str, **renamed: str) -> dict[str,
 
 def check_sharding(config: RunSettings, distributed: Distributed) -> None:
     """Refuse settings that do not work with sharded weights (FSDP2)."""
-    instead = {
-        "weight_sync": (config.engine.weight_sync in TRANSFERS, "another, or DDP"),
-        "quantization": (config.model.quantization is not None, "None, or DDP"),
-        "compile": (config.model.compile, "false, or DDP"),
-        "compile_decode": (config.model.compile_decode, "false, or DDP"),
-        "base_products": (config.model.base_products is not None, "None, or DDP"),
-        "offload_base": (config.engine.offload_base, "false, or DDP"),
-        "export_merged": (config.output.export_merged, "false, and to merge the checkpoint's adapter in one process"),
-        "collector": (config.rollouts.collector == "self_play", "another, or DDP"),
+    refused = {
+        "weight_sync": (TRANSFERS, "another, or DDP"),
+        "quantization": (("nf4",), "None, or DDP"),
+        "compile": ((True,), "false, or DDP"),
+        "compile_decode": ((True,), "false, or DDP"),
+        "base_products": (("bfloat16",), "None, or DDP"),
+        "offload_base": ((True,), "false, or DDP"),
+        "export_merged": ((True,), "false, and to merge the checkpoint's adapter in one process"),
+        "collector": (("self_play",), "another, or DDP"),
     }
-    for name, (refused, expected) in instead.items():
-        if distributed.sharded and refused:
+    values = config.values()
+    for name, (not_sharded, expected) in refused.items():
+        if distributed.sharded and name in values and values[name] in not_sharded:
             raise ConfigError(
-                f"{name} is {config.values()[name]!r}, but the weights are sharded over {distributed.world_size} processes (FSDP2): "
+                f"{name} is {values[name]!r}, but the weights are sharded over {distributed.world_size} processes (FSDP2): "
                 f"expected {expected}."
             )
 
 
 def make_offload(config: RunSettings, models: ActorCritic) -> Callable[[], AbstractContextManager[None]]:
     """The context of the trainer while an engine with weights of its own samples."""
-    return models.offload_base if config.engine.offload_base else nullcontext
+    return (
+        models.offload_base if isinstance(config.engine, VLLMSettings) and config.engine.offload_base else nullcontext
+    )
 
 
 def make_sampling(config: RunSettings, formatter: ChatFormatter) -> SamplingConfig:
@@ -186,17 +196,24 @@ def make_policy(
     if engine is not None:
         # Level 1: level 2 drops the base weights, which a sync of the adapter does not bring back.
         sync_options: Any = {
-            "method": config.engine.weight_sync or "auto",
-            "sleep_level": 1 if config.engine.sleep_mode else 0,
+            "method": vllm_settings(config).weight_sync or "auto",
+            "sleep_level": 1 if config.engine.sleeps else 0,
         }
         return engine, EngineWeightSync(models.model, models.adapter, policy=engine, **sync_options)
-    policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, **given_options(config, *_SAMPLER))
-    if config.rollouts.collector != "ray":
+    policy = _model_policy(config, tokenizer, sampling, models)
+    if config.collector != "ray":
         return policy, None
-    merged = True if config.rollouts.policy == "vllm" and not serves_adapter(config) else None
+    merged = True if config.policy == "vllm" and not serves_adapter(config) else None
     # An engine needs room for one token after a prompt.
     length = min(_PARITY_LENGTH, config.env.max_model_len - 1)
     return policy, RayWeightSync(models.model, models.adapter, policy=policy, merged=merged, parity_length=length)
+
+
+def _model_policy(config: RunSettings, tokenizer: Any, sampling: SamplingConfig, models: ActorCritic) -> HFPolicy:
+    """The model itself as policy, here and on workers, with one seed for all: noise goes by episode
+    and turn too, so it does not matter which worker samples."""
+    options = vars(config.engine) if isinstance(config.engine, HFSettings) else {}
+    return HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.trainer.seed, **options)
 
 
 def worker_options(
@@ -210,7 +227,7 @@ def worker_options(
     return {
         "make_env": make_env,
         "make_policy": partial(_worker_policy, config, tokenizer, sync.policy.sampling, sync.lora),
-        "num_workers": config.ray.ray_workers or 2,
+        "num_workers": config.rollouts.num_collectors,
         "worker_options": resources,
         "weight_sync_schemes": {"policy": sync},
     }
@@ -226,7 +243,7 @@ def _worker_policy(
     """
     # Ray shows what workers print: each would draw its bar into the output of the run.
     disable_progress_bar()
-    if config.rollouts.policy == "vllm":
+    if config.policy == "vllm":
         return make_engine(config, tokenizer, sampling, device=None)
     models = load_actor_critic(
         model_path(config),
@@ -236,12 +253,10 @@ def _worker_policy(
         sampling=sampling,
         # A worker only samples; float32 weights are for training.
         master_weights=False,
-        device="cuda" if config.ray.ray_worker_gpus else "cpu",
+        device="cuda" if worker_gpus(config) else "cpu",
         **given_options(config, *MODEL),
     )
-    # One seed for all: noise goes by episode and turn too, so it does not matter which worker
-    # samples.
-    return HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, **given_options(config, *_SAMPLER))
+    return _model_policy(config, tokenizer, sampling, models)
 
 
 def make_collector(
@@ -266,8 +281,7 @@ def make_collector(
         episodes = read_demonstrations(shown, env, max_model_len=config.env.max_model_len, sampling=policy.sampling)
         return RecordedCollector(env, policy, episodes, seed=config.trainer.seed, **options)
     if shown is not None:
-        if config.rollouts.collector != "self_play":  # where it may be another player's turn
-            check_player(shown, config, env)
+        check_player(shown, config, env)
         policy = PlayerPolicy(
             shown,
             env.formatter.tokenizer,
@@ -278,24 +292,22 @@ def make_collector(
     options |= given_options(config, "max_faults")
     if config.env.adaptive_mixture:
         options["post_collect_hook"] = partial(adapt_mixture, env, gather=distributed.all_gather)
-    if config.rollouts.collector == "turn":
-        return TurnCollector(env, policy, **_continuations(config, estimator), **options)
-    if config.rollouts.collector == "self_play":
+    if isinstance(config.rollouts, TurnRollouts):
+        return TurnCollector(env, policy, **_continuations(config.rollouts, estimator), **options)
+    if isinstance(config.rollouts, SelfPlayRollouts):
         return SelfPlayCollector(env, policy, **options)
     options |= given_options(config, "max_staleness", "step_timeout", num_threads="env_threads")
-    if config.rollouts.collector == "async":
-        return AsyncTurnCollector(env, policy, **options)
-    return RayTurnCollector(env, policy, **options)
+    return (RayTurnCollector if isinstance(config.rollouts, RayRollouts) else AsyncTurnCollector)(
+        env, policy, **options
+    )
 
 
-def _continuations(config: RunSettings, estimator: Any) -> dict[str, Any]:
-    if config.rollouts.tree_branches:
-        return {"trees": Trees(branches=config.rollouts.tree_branches, depth=config.rollouts.tree_depth)}
-    if not config.rollouts.branches:
+def _continuations(rollouts: TurnRollouts, estimator: Any) -> dict[str, Any]:
+    if rollouts.tree_branches:
+        return {"trees": Trees(branches=rollouts.tree_branches, depth=rollouts.tree_depth)}
+    if not rollouts.branches:
         return {}
-    return {
-        "branches": Branches(count=config.rollouts.branches, share=config.rollouts.branch_share, gamma=estimator.gamma)
-    }
+    return {"branches": Branches(count=rollouts.branches, share=rollouts.branch_share, gamma=estimator.gamma)}
 
 
 def make_objective(config: RunSettings, models: ActorCritic) -> TurnLoss:
@@ -341,12 +353,32 @@ def make_environment(
     Args:
         shard: ``worker`` and ``num_workers``, where several processes share the tasks.
     """
-    options = given_options(config, *_ENVIRONMENT, "step_timeout", num_threads="env_threads")
-    if config.rollouts.collector in ("async", "ray") and config.rollouts.env_threads != 0:
-        options = {"step_timeout": STEP_TIMEOUT} | options  # evaluation allows what training allows
-    if config.rollouts.collector == "self_play":
+    options = given_options(config, *_ENVIRONMENT)
+    if isinstance(config.rollouts, SelfPlayRollouts):
         group_size = config.rollouts.group_size  # the players of a game, in evaluations too
+    else:
+        options |= given_options(config, "step_timeout", num_threads="env_threads")
+    if isinstance(config.rollouts, AsyncRollouts) and config.rollouts.env_threads != 0:
+        options = {"step_timeout": STEP_TIMEOUT} | options  # evaluation allows what training allows
     return make(tokenizer=tokenizer, num_envs=config.slots, group_size=group_size, stream=stream, **shard, **options)
+
+
+def make_callbacks(config: RunSettings) -> list[Callback]:
+    """The callbacks that the settings name, with their arguments.
+
+    Raises:
+        ConfigError: there is no such class, it is no ``Callback``, or does not take its arguments.
+    """
+    made = []
+    for name, arguments in config.output.callbacks.items():
+        kind = find_class("callbacks", name, Callback)
+        if not isinstance(arguments, Mapping | None):
+            raise ConfigError(f"callbacks has {name}: {arguments!r}; expected a mapping of its arguments, or null.")
+        try:
+            made.append(kind(**arguments or {}))
+        except TypeError as error:
+            raise ConfigError(f"callbacks has {name} with {arguments}, and it says: {error}.") from error
+    return made
 
 
 def check_environment(config: RunSettings, env: Any, make_env: Any) -> None:
@@ -363,11 +395,22 @@ def check_environment(config: RunSettings, env: Any, make_env: Any) -> None:
 
 def stock_env(config: RunSettings, env: Any = None) -> Callable[..., GEMEnv]:
     """Makes the environments of ``config.env.env_name``, or of the factory ``env``, from the
-    keyword arguments of ``GEMEnv``."""
+    keyword arguments of ``GEMEnv``.
+
+    An id that names a subclass of ``GEMEnv`` (``torchrl_llm.envs:PromptDatasetEnv``) makes them
+    itself, with ``env_options``.
+
+    Raises:
+        ConfigError: ``env_weights`` are given for such a class.
+    """
+    if env is None and isinstance(kind := named_env(config.env.env_name), type) and issubclass(kind, GEMEnv):
+        if config.env.env_weights is not None:
+            raise ConfigError(f"env_weights={config.env.env_weights} does nothing with {kind.__name__}: leave it out.")
+        return partial(kind, **config.env.env_options)
     names = [config.env.env_name] if isinstance(config.env.env_name, str) else config.env.env_name
     # Ids are resolved here: workers on Ray may not have registered the family.
     sources = env or [_with_options(resolve_env(name), config.env.env_options) for name in names]
-    kind = SelfPlayEnv if config.rollouts.collector == "self_play" else GEMEnv
+    kind = SelfPlayEnv if config.collector == "self_play" else GEMEnv
     return partial(kind, sources, weights=config.env.env_weights, divide=True)
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 from tensordict.nn import TensorDictModuleBase
 
@@ -20,19 +20,22 @@ from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.objectives.checks import wrong_penalty
 from torchrl_llm.runs import wrong_settings
 from torchrl_llm.runs.idle_settings import IDLE
-from torchrl_llm.runs.loss_settings import ALGORITHMS, GRPO, LLMPPO, LLMREINFORCE, NO_ACTOR, NO_CRITIC, SFT
+from torchrl_llm.runs.loss_settings import GRPO, LLMPPO, LLMREINFORCE, NO_ACTOR, NO_CRITIC, SFT, LossSettings
 from torchrl_llm.runs.settings import (
     ATTENTION,
     Algorithm,
+    AsyncRollouts,
     ChatSettings,
-    EngineSettings,
     EnvSettings,
     EvaluationSettings,
+    HFSettings,
     ModelSettings,
     OptimSettings,
     OutputSettings,
-    RaySettings,
-    RolloutSettings,
+    RayRollouts,
+    SelfPlayRollouts,
+    TurnRollouts,
+    VLLMSettings,
     WeightsSettings,
     names_of,
 )
@@ -40,33 +43,43 @@ from torchrl_llm.runs.settings_file import read_settings, write_settings
 from torchrl_llm.trainers.config import NOTHING_TO_CORRECT, TrainerConfig
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.options import ConfigError, Idle, brief_repr, options_of
-from torchrl_llm.utils.sections import Sectioned, in_sections, section_of, settings_of
+from torchrl_llm.utils.sections import (
+    Alternative,
+    Sectioned,
+    choices_of,
+    in_sections,
+    section_of,
+    sections_of,
+    settings_of,
+)
 
 
 def shown_default(name: str, algo: Algorithm | None = None) -> str:
-    """The default of a setting as text; for an option of the losses, the default of each loss, or
-    of the loss of ``algo`` alone.
+    """The default of a setting as text; where a section has one of several classes, the default of
+    each that has the setting, or of the loss of ``algo`` alone.
 
     Examples:
         >>> shown_default("epochs"), shown_default("clip_epsilon"), shown_default("kl_in")
         ('1', '0.2', 'loss (LLMPPO, GRPO), reward (LLMREINFORCE)')
         >>> shown_default("gamma")
         '0.99 (LLMPPO), 0.9 (LLMREINFORCE), 1.0 (GRPO, SFT)'
-        >>> shown_default("gamma", "GRPO")
-        '1.0'
+        >>> shown_default("gamma", "GRPO"), shown_default("group_size")
+        ('1.0', '1 (turn, async, ray), 2 (self_play)')
     """
-    if section_of(RunSettings, name) != "loss":
+    section = section_of(RunSettings, name)
+    if section is None or section not in choices_of(RunSettings).values():
         return str(settings_of(RunSettings)[name].default)
-    algorithms: dict[str, list[str]] = {}
-    for each in ALGORITHMS:
-        if name in (options := options_of(each)) and algo in (None, each.__name__):
+    classes: dict[str, list[str]] = {}
+    for each in cast(tuple[type[Alternative], ...], sections_of(RunSettings)[section]):
+        if name in (options := options_of(each)) and algo in (None, each.known_as):
             default = options[name].default
-            if default is None and name in options_of(kind := each.loss.default_value_estimator):
-                default = getattr(kind(), name)  # which decides it when it is made
-            algorithms.setdefault(str(default), []).append(each.__name__)
-    if len(algorithms) == 1:
-        return next(iter(algorithms))
-    return ", ".join(f"{default} ({', '.join(algos)})" for default, algos in algorithms.items())
+            estimator = each.stock.default_value_estimator if issubclass(each, LossSettings) else object
+            if default is None and name in options_of(estimator):
+                default = getattr(estimator(), name)  # which decides it when it is made
+            classes.setdefault(str(default), []).append(each.known_as)
+    if len(classes) == 1:
+        return next(iter(classes))
+    return ", ".join(f"{default} ({', '.join(names)})" for default, names in classes.items())
 
 
 _FOR_THIS_START = ("resume", "resume_from", "accept_changes", "overwrite")
@@ -84,7 +97,7 @@ them too."""
 INITIAL_WEIGHTS = ("algo", *names_of(WeightsSettings))
 """Settings about the initial weights, which a resumed run cannot change."""
 
-HOW_TO_RUN = (*names_of(OutputSettings), *names_of(RaySettings))
+HOW_TO_RUN = (*names_of(OutputSettings), "ray_workers", "ray_worker_cpus", "ray_worker_gpus")
 """Settings that change no number of a run: a resumed run may differ in them."""
 
 
@@ -98,17 +111,16 @@ def _kept_by_json(value: Any) -> bool:
 
 @dataclass(kw_only=True)
 class RunSettings(Sectioned):
-    """A whole run, for :func:`~torchrl_llm.runs.build_run`: the algorithm, and a section for each
-    part."""
+    """A whole run, for :func:`~torchrl_llm.runs.build_run`: a section for each part. Of some parts
+    there are several kinds, and the class of their section says which one it is."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     weights: WeightsSettings = field(default_factory=WeightsSettings)
     chat: ChatSettings = field(default_factory=ChatSettings)
     env: EnvSettings = field(default_factory=EnvSettings)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    rollouts: RolloutSettings = field(default_factory=RolloutSettings)
-    engine: EngineSettings = field(default_factory=EngineSettings)
-    ray: RaySettings = field(default_factory=RaySettings)
+    rollouts: TurnRollouts | AsyncRollouts | RayRollouts | SelfPlayRollouts = field(default_factory=TurnRollouts)
+    engine: HFSettings | VLLMSettings = field(default_factory=HFSettings)
     loss: LLMPPO | LLMREINFORCE | GRPO | SFT = field(default_factory=LLMPPO)
     optim: OptimSettings = field(default_factory=OptimSettings)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -122,7 +134,21 @@ class RunSettings(Sectioned):
     @property
     def algo(self) -> Algorithm:
         """The algorithm, the class of ``loss``."""
-        return cast(Algorithm, type(self.loss).__name__)
+        return cast(Algorithm, self.loss.known_as)
+
+    @property
+    def policy(self) -> Literal["hf", "vllm"]:
+        """What samples, the class of ``engine``: "hf", the model itself, or "vllm", an engine that
+        gets the weights after every update."""
+        return cast(Literal["hf", "vllm"], self.engine.known_as)
+
+    @property
+    def collector(self) -> Literal["turn", "async", "ray", "self_play"]:
+        """How batches are collected, the class of ``rollouts``. "turn" steps all environments
+        together, a turn at a time; "async" lets no episode wait for another; "ray" does so on
+        workers, of a Ray that is running; "self_play" plays all seats of games of several
+        players."""
+        return cast(Literal["turn", "async", "ray", "self_play"], self.rollouts.known_as)
 
     def __post_init__(self) -> None:
         for problem in self._contradictions():
@@ -135,7 +161,7 @@ class RunSettings(Sectioned):
         if self.output.resume and self.output.overwrite:
             yield "resume continues a run and overwrite starts a new one: give one of them."
         values = self.values()
-        for name in ("chat_template_kwargs", "env_options"):
+        for name in ("chat_template_kwargs", "env_options", "loss_options", "estimator_options"):
             if not _kept_by_json(value := values[name]):
                 yield (
                     f"{name} is {value!r}; expected text keys, and values that JSON has (lists, not tuples), because "
@@ -146,7 +172,7 @@ class RunSettings(Sectioned):
         yield from self._wrong_folders()
         yield from self._wrong_sizes()
         yield from self._wrong_rollout()
-        yield from wrong_settings.wrong_self_play(self) if self.rollouts.collector == "self_play" else ()
+        yield from wrong_settings.wrong_self_play(self) if self.collector == "self_play" else ()
         yield from wrong_settings.wrong_branches(self)
         yield from wrong_settings.wrong_trees(self)
         yield from wrong_settings.wrong_engine(self)
@@ -175,8 +201,8 @@ class RunSettings(Sectioned):
         group, length = self.rollouts.group_size, self.sampling.max_output_tokens
         if self.rollouts.batch_size % group:
             yield f"batch_size={self.rollouts.batch_size} is not a multiple of group_size={group}, and a group must not be cut: use one."
-        if self.slots % self._begun:
-            yield f"num_envs={self.env.num_envs} is not a multiple of {self._begun}, the episodes of a group that begin together: use one."
+        if self.slots % (started := self.rollouts.num_started):
+            yield f"num_envs={self.env.num_envs} is not a multiple of {started}, the episodes of a group that begin together: use one."
         for given, name in ((self.trainer.dynamic_sampling, "dynamic_sampling"), (self.algo == "GRPO", "GRPO")):
             if given and group < 2:
                 yield f"{name} compares the episodes of one task: group_size={group}, expected at least 2."
@@ -197,22 +223,15 @@ class RunSettings(Sectioned):
             )
 
     def _wrong_rollout(self) -> Iterator[str]:
-        stale = self.rollouts.max_staleness or 0
-        if self.rollouts.step_timeout is not None and self.rollouts.env_threads == 0:
-            yield (
-                f"step_timeout={self.rollouts.step_timeout} with env_threads=0: a call in the main thread cannot be left. Give it a thread, "
-                "or leave env_threads out."
-            )
+        stale = self.rollouts.staleness
         if stale and self.trainer.old_log_probs == "sampler":
             yield f'max_staleness={stale} with old_log_probs="sampler": the sampler may have had older weights. Use "auto".'
         if self.trainer.old_log_probs == "sampler" and (
-            getattr(self.loss, "sampler_correction", None) is not None or self._corrects_sampler
+            getattr(self.loss, "sampler_correction", None) is not None or self.loss.estimator_type().corrects_sampler
         ):
             yield NOTHING_TO_CORRECT
         if stale and self.env.adaptive_mixture:
             yield f"adaptive_mixture adapts between batches, and max_staleness={stale} leaves none between them: choose one."
-        if self.rollouts.collector == "ray" and self.rollouts.demonstrations is not None:
-            yield f"demonstrations={self.rollouts.demonstrations!r} are collected in this process: leave collector='ray' out."
         chosen = self.loss if isinstance(self.loss, SFT) and self.rollouts.demonstrations is None else None
         if chosen and (chosen.min_return, chosen.estimator, chosen.imitate) == (None, None, "all"):
             yield (
@@ -226,13 +245,9 @@ class RunSettings(Sectioned):
         for name in ("init_reference", "refresh_reference"):
             if self.model.teacher is not None and self.values()[name]:
                 yield f"{name} is about the reference of the KL, and teacher={self.model.teacher!r} is that: leave one of them out."
-        if self.engine.offload_base and not self.weights.lora_r:
-            yield "offload_base moves the frozen base of LoRA, and lora_r=0 trains all weights: leave it out."
-        if self.engine.offload_base and self.model.quantization is not None:
-            yield f"quantization={self.model.quantization!r} keeps a part of the base on the GPU, which offload_base would move: choose one."
         if self.model.compile and self.model.gradient_checkpointing:
             yield "compile and gradient_checkpointing exclude each other: choose one."
-        if self.rollouts.policy == "hf" and self.model.attn_implementation not in (None, *ATTENTION):
+        if self.policy == "hf" and self.model.attn_implementation not in (None, *ATTENTION):
             yield (
                 f"attn_implementation={self.model.attn_implementation!r} takes no mask, and policy='hf' samples with one: leave it out. "
                 "PyTorch's own attention (sdpa), which is the default, runs flash attention on a GPU too, and computes what rows "
@@ -249,22 +264,15 @@ class RunSettings(Sectioned):
             )
 
     def _check_estimator(self) -> None:
-        chosen = self.value_estimator()
-        if chosen is None:
-            return
+        chosen = self.loss.estimator_type()
         if self.algo != "LLMPPO" and issubclass(chosen, objectives.CriticEstimator):
             raise ConfigError(
                 f"estimator={self.loss.estimator!r} needs a critic, and algo={self.algo!r} has none: use LLMPPO."
             )
-        own, known = options_of(self.loss.loss.default_value_estimator), options_of(chosen)
+        own, known = options_of(self.loss.stock.default_value_estimator), options_of(chosen)
         unused = tuple(name for name in self.loss.changed() if name in own and name not in known)
         instead = "choose an estimator that has the option"
         Idle(unused, {"estimator": (self.loss.estimator,)}, instead).check(self.values(), {})
-
-    @property
-    def _corrects_sampler(self) -> bool:
-        chosen = self.value_estimator()
-        return chosen is not None and chosen.corrects_sampler
 
     def _check_loss(self) -> None:
         """Raise what the loss and its estimator say of their options, before models are loaded for
@@ -297,14 +305,15 @@ class RunSettings(Sectioned):
         options = self.loss_options()
         if self.algo == "LLMPPO":
             options |= {"critic": critic, "joint": joint}
-        return self.loss.loss(actor, **options)
+        return self.loss.loss_type()(actor, **options)
 
     def loss_options(self, loss_class: type[objectives.TurnLoss] | None = None) -> dict[str, Any]:
         """The keyword arguments of the algorithm's loss, with its estimator. What is a default is
         left to the classes, because a ``loss_class`` may have another one.
 
         Args:
-            loss_class: what they are for, if not the stock loss: a subclass of it.
+            loss_class: what they are for, if not the loss of the settings: a subclass of the
+                algorithm's.
 
         Returns:
             Names and values, with which ``loss_class(models.actor, **options)`` is made (LLMPPO:
@@ -320,21 +329,21 @@ class RunSettings(Sectioned):
             >>> options["kl_coeff"], options["estimator"].scale, options["estimator"].group_size
             (0.0, 'none', 4)
         """
-        stock = self.loss.loss
-        if loss_class is not None and not issubclass(loss_class, stock):
+        stock, loss_class = self.loss.stock, loss_class or self.loss.loss_type()
+        if not issubclass(loss_class, stock):
             raise ConfigError(
                 f"The settings of algo={self.algo!r} are those of {stock.__name__}, which {loss_class.__name__} is not a subclass "
                 "of: choose the algorithm that it is one of, or make it from fields of the config by hand."
             )
-        kind = self.value_estimator() or (loss_class or stock).default_value_estimator
+        kind = loss_class.default_value_estimator if self.loss.estimator is None else self.loss.estimator_type()
         given = self.loss.changed() | {"group_size": self.rollouts.group_size}
-        values = options_of(loss_class or stock)
+        values = options_of(loss_class)
         options = {name: value for name, value in given.items() if name in values}
         if (
             "sampler_correction" in values
-            and self.rollouts.max_staleness
+            and self.rollouts.staleness
             and getattr(self.loss, "sampler_correction", None) is None
-            and not self._corrects_sampler
+            and not kind.corrects_sampler
         ):
             options = {"sampler_correction": "truncate", "sampler_bounds": 2.0} | options
         # Where both have a weight of the KL, the loss gives the estimator its own.
@@ -345,16 +354,7 @@ class RunSettings(Sectioned):
                 'granularity="auto" is decided by the environment, when the run is built: take the config that make_loss(config, '
                 'models) gets, or set granularity to "turn" or "token".'
             )
-        return options | {"estimator": kind(**credit)}
-
-    def value_estimator(self) -> type[objectives.TurnEstimator] | None:
-        """The class that :attr:`estimator` names; ``None``: the algorithm's own.
-
-        Raises:
-            ConfigError: there is no such class, or it is not a
-                :class:`~torchrl_llm.objectives.TurnEstimator`.
-        """
-        return self.loss.value_estimator()
+        return options | self.loss.loss_options | {"estimator": kind(**credit, **self.loss.estimator_options)}
 
     @property
     def slots(self) -> int:
@@ -370,22 +370,14 @@ class RunSettings(Sectioned):
             processes: training processes.
 
         Examples:
-            >>> vllm = RunSettings(rollouts=RolloutSettings(policy="vllm", batch_size=128))
+            >>> vllm = RunSettings(engine=VLLMSettings(), rollouts=TurnRollouts(batch_size=128))
             >>> RunSettings().default_num_envs(), vllm.default_num_envs(processes=2)
             (16, 64)
         """
-        workers = (self.ray.ray_workers or 2) if self.rollouts.collector == "ray" else 1
-        most = (
-            min(_MOST_SLOTS, self.rollouts.batch_size // (processes * workers))
-            if self.rollouts.policy == "vllm"
-            else 16
-        )
-        return most - most % self._begun or self._begun
-
-    @property
-    def _begun(self) -> int:
-        """The episodes of a group that begin together: trees are continued later."""
-        return max(1, self.rollouts.group_size // (1 + self.rollouts.tree_branches))
+        share = self.rollouts.batch_size // (processes * self.rollouts.num_collectors)
+        most = min(_MOST_SLOTS, share) if self.policy == "vllm" else 16
+        started = self.rollouts.num_started
+        return most - most % started or started
 
     @property
     def has_reference(self) -> bool:

@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator
 from inspect import isfunction
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.pieces import TokenTexts
 from torchrl_llm.runs.recording import FOLDER, Recording, RecordingError, RecordingFolder, read_recording
 from torchrl_llm.utils.hints import nearest
+from torchrl_llm.utils.named import find_named
 from torchrl_llm.utils.options import ConfigError
 
 _HELD_BACK = "min_output_tokens={} lets no answer end before it has as many"
@@ -50,10 +50,7 @@ def find_demonstrations(given: str, setting: str = "demonstrations") -> Player |
     if given in known:
         return known[given]
     if ":" in given:
-        try:
-            found = resolve_name(given)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"{setting} is {given!r}, which cannot be imported ({error}).") from error
+        found = find_named(setting, given, "a function (context, rng) -> text")
         if callable(found):
             return found
         raise ConfigError(f"{setting}={given!r} is {found!r}; expected a function (context, rng) -> text.")
@@ -85,12 +82,15 @@ def check_demonstrations(config: RunSettings) -> None:
 
 
 def check_player(player: Player, config: RunSettings, env: GEMEnv) -> None:
-    """Raise if a player does not know the game, which it is asked to begin.
+    """Raise if a player does not know the game, which it is asked to begin. In self-play nobody is
+    asked: it may be another player's turn.
 
     Raises:
         ConfigError: the player refuses the first prompt, or its answer is longer than
             ``max_output_tokens`` or ends before ``min_output_tokens``.
     """
+    if config.collector == "self_play":
+        return
     prompt = str(env.formatter.tokenizer.decode(env.slots.open(0, 0).ids))
     try:
         answer = player(prompt, random.Random(0))

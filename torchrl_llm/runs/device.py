@@ -96,9 +96,9 @@ def make_numerics(config: RunSettings, device: torch.device) -> Numerics:
         ConfigError: ``deterministic`` on CUDA without the environment variable that cuBLAS needs
             for it; or in a run that samples during updates.
     """
-    if config.model.deterministic and config.rollouts.max_staleness:
+    if config.model.deterministic and config.rollouts.staleness:
         raise ConfigError(
-            f"deterministic=True with max_staleness={config.rollouts.max_staleness}, which samples during updates, so that no two runs are equal: "
+            f"deterministic=True with max_staleness={config.rollouts.staleness}, which samples during updates, so that no two runs are equal: "
             "leave one of them out."
         )
     on_gpu = device.type == "cuda"

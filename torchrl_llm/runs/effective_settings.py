@@ -52,10 +52,10 @@ def effective_settings(config: RunSettings, loss: TurnLoss | None = None) -> dic
     """
     loss = config.make_loss(NO_ACTOR, NO_CRITIC) if loss is None else loss
     settings = config.values()
-    left_out = {*_NO_EFFECT, *vars(config.loss)} - {"estimator"}
+    left_out = {*_NO_EFFECT, *vars(config.loss)} - {"loss_class", "loss_options", "estimator", "estimator_options"}
     values = {name: value for name, value in settings.items() if name not in left_out}
     values |= {name: each.value for name, each in _options(loss).items() if name in settings or each.is_changed}
-    if type(loss) is not config.loss.loss:
+    if type(loss) is not config.loss.loss_type():
         values["loss"] = named(type(loss))
     if config.loss.estimator is None and type(loss.value_estimator) is not loss.default_value_estimator:
         values["estimator"] = named(type(loss.value_estimator))

@@ -10,6 +10,7 @@ import torch
 from torchrl_llm.modules import SamplingConfig, VLLMPolicy
 from torchrl_llm.modules.vllm.weights import TRANSFERS
 from torchrl_llm.runs.config import ConfigError, RunSettings
+from torchrl_llm.runs.settings import RayRollouts, VLLMSettings
 from torchrl_llm.runs.sources import model_path
 from torchrl_llm.trainers.distributed import Distributed
 
@@ -39,18 +40,36 @@ def start_engine(
     Raises:
         ConfigError: several processes, each with an engine on several GPUs.
     """
-    if config.rollouts.policy != "vllm" or config.rollouts.collector == "ray":
+    settings = config.engine
+    if not isinstance(settings, VLLMSettings) or config.collector == "ray":
         return None
-    size = config.engine.tensor_parallel_size or 1
-    if size > 1 and distributed.world_size > 1 and config.engine.weight_sync != "nccl":
+    size = settings.tensor_parallel_size or 1
+    if size > 1 and distributed.world_size > 1 and settings.weight_sync != "nccl":
         raise ConfigError(
             f"tensor_parallel_size is {size}, and each of {distributed.world_size} training processes has an engine, on its own GPU: "
             "expected 1, or one process, weight_sync='nccl' (engines on other GPUs), or collector='ray'."
         )
     engine = make_engine(config, tokenizer, sampling, device=device, processes=distributed.world_size)
-    if config.engine.sleep_mode:
+    if settings.sleep_mode:
         engine.sleep(1)
     return engine
+
+
+def vllm_settings(config: RunSettings) -> VLLMSettings:
+    """The settings of vLLM of a run that samples with it."""
+    if not isinstance(config.engine, VLLMSettings):
+        raise TypeError(f"policy is {config.policy!r}; expected 'vllm'.")
+    return config.engine
+
+
+def engine_size(config: RunSettings) -> int:
+    """The number of GPUs of an engine."""
+    return vllm_settings(config).tensor_parallel_size or 1
+
+
+def worker_gpus(config: RunSettings) -> float | None:
+    """The GPUs of a worker on Ray."""
+    return config.rollouts.ray_worker_gpus if isinstance(config.rollouts, RayRollouts) else None
 
 
 def make_engine(
@@ -62,18 +81,19 @@ def make_engine(
         device: of the trainer, if it is in this process; ``None`` on a worker of Ray.
         processes: training processes.
     """
-    transfer: Any = config.engine.weight_sync if config.engine.weight_sync in TRANSFERS else None
+    settings = vllm_settings(config)
+    transfer: Any = settings.weight_sync if settings.weight_sync in TRANSFERS else None
     given = config.values()
     options = {name: value for name in _SETTINGS if (value := given[name]) is not None}
     return VLLMPolicy(
         model_path(config),
         tokenizer,
         sampling,
-        dtype=config.engine.engine_dtype or config.model.dtype,
+        dtype=settings.engine_dtype or config.model.dtype,
         # A slot has one turn in flight at most.
         max_num_seqs=config.slots,
         max_lora_rank=config.weights.lora_r if serves_adapter(config) else 0,
-        multiprocess=bool(config.engine.engine_process or transfer),
+        multiprocess=bool(settings.engine_process or transfer),
         weight_transfer=transfer,
         gpu_memory_utilization=engine_share(config, device),
         device_ids=engine_gpus(config, device, processes),
@@ -97,11 +117,12 @@ def engine_share(config: RunSettings, device: torch.device | None) -> float:
         >>> engine_share(RunSettings.from_values(policy="vllm", collector="ray", ray_worker_gpus=0.5), None)
         0.45
     """
-    if config.engine.gpu_memory_utilization is not None:
-        return config.engine.gpu_memory_utilization
+    settings = vllm_settings(config)
+    if settings.gpu_memory_utilization is not None:
+        return settings.gpu_memory_utilization
     if device is None:
-        return _OWN_GPU * min(1.0, config.ray.ray_worker_gpus or 1.0)
-    return _TRAINERS_GPU if device.type == "cuda" and config.engine.weight_sync != "nccl" else _OWN_GPU
+        return _OWN_GPU * min(1.0, worker_gpus(config) or 1.0)
+    return _TRAINERS_GPU if device.type == "cuda" and settings.weight_sync != "nccl" else _OWN_GPU
 
 
 def engine_gpus(config: RunSettings, device: torch.device | None, processes: int = 1) -> list[int] | None:
@@ -126,8 +147,9 @@ def engine_gpus(config: RunSettings, device: torch.device | None, processes: int
     """
     if device is None or device.type != "cuda":
         return None
-    first, size = device.index or 0, config.engine.tensor_parallel_size or 1
-    if config.engine.weight_sync == "nccl":
+    settings = vllm_settings(config)
+    first, size = device.index or 0, settings.tensor_parallel_size or 1
+    if settings.weight_sync == "nccl":
         first = processes + first * size
     return [*range(first, first + size)]
 
@@ -136,8 +158,9 @@ def serves_adapter(config: RunSettings) -> bool:
     """Whether the engine serves the adapter beside the base model."""
     # On CPUs vLLM generates faster with merged weights; its kernels for adapters on GPUs know no
     # float32.
-    on_gpu = bool(config.ray.ray_worker_gpus) if config.rollouts.collector == "ray" else torch.cuda.is_available()
-    wanted = on_gpu and (config.engine.engine_dtype or config.model.dtype) != "float32"
+    settings = vllm_settings(config)
+    on_gpu = bool(worker_gpus(config)) if config.collector == "ray" else torch.cuda.is_available()
+    wanted = on_gpu and (settings.engine_dtype or config.model.dtype) != "float32"
     return config.weights.lora_r > 0 and (
-        config.engine.weight_sync == "adapter" or (config.engine.weight_sync is None and wanted)
+        settings.weight_sync == "adapter" or (settings.weight_sync is None and wanted)
     )

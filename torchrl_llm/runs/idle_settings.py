@@ -6,8 +6,6 @@ would be idle. Those about settings of one section are the section's.
 
 from __future__ import annotations
 
-from torchrl_llm.runs import settings
-from torchrl_llm.runs.settings import names_of
 from torchrl_llm.utils.options import Idle
 
 IDLE: tuple[Idle, ...] = (
@@ -25,21 +23,7 @@ IDLE: tuple[Idle, ...] = (
         {"algo": ("SFT",)},
         "use an algorithm of reinforcement learning: supervised fine-tuning compares with no other policy",
     ),
-    Idle(("compile_decode",), {"policy": ("vllm",)}, 'set policy to "hf"'),
     Idle(("base_products",), {"lora_r": (0,)}, "set lora_r"),
-    Idle(
-        names_of(settings.EngineSettings),
-        {"policy": ("hf",)},
-        'set policy to "vllm"',
-        {"sleep_mode": False, "engine_process": False, "offload_base": False},
-    ),
-    Idle(
-        names_of(settings.RaySettings),
-        {"collector": ("turn", "async", "self_play")},
-        'set collector to "ray"',
-        {"ray_worker_gpus": 0},
-    ),
-    Idle(("opponent",), {"collector": ("turn", "async", "ray")}, 'set collector to "self_play"'),
     Idle(("min_entropy_fraction",), {"entropy_target": (None,)}, "set entropy_target"),
     Idle(
         ("init_reference", "refresh_reference", "kl_decay_fraction", "teacher"),

@@ -4,8 +4,7 @@ declare."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from pkgutil import resolve_name
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from tensordict.nn import TensorDictModule
@@ -20,6 +19,8 @@ from torchrl_llm.objectives.estimators.returns import ReBNOptions
 from torchrl_llm.objectives.grpo import GRPOOptions
 from torchrl_llm.objectives.ppo import PPOOptions
 from torchrl_llm.objectives.reinforce import ReinforceOptions
+from torchrl_llm.utils.hints import nearest
+from torchrl_llm.utils.named import find_class
 from torchrl_llm.utils.options import ConfigError, Idle, fits, options_of
 from torchrl_llm.utils.sections import Alternative
 
@@ -35,15 +36,25 @@ class LossSettings(Alternative):
     named_by = "algo"
     # Loss and estimator have rules of their own, and are made beside the other settings:
     # max_staleness sets a correction.
-    idle: ClassVar[tuple[Idle, ...]] = ()
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle(("loss_options",), {"loss_class": (None,)}, "name the class with loss_class"),
+        Idle(("estimator_options",), {"estimator": (None,)}, "name the class with estimator"),
+    )
 
-    loss: ClassVar[type[objectives.TurnLoss]]
+    stock: ClassVar[type[objectives.TurnLoss]]
     """The algorithm's loss."""
 
+    loss_class: str | None = None
+    """The loss: a subclass of the algorithm's, as "package.module:Name", with its defaults; None
+    takes the algorithm's own."""
+    loss_options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of loss_class that are no settings, such as {"strength": 0.5}."""
     estimator: str | None = None
     """The value estimator: a class of torchrl_llm.objectives, such as "TurnVTrace", or
     "package.module:Name", which gets those of these options that it has, and whose defaults they
-    then have; None takes the algorithm's own."""
+    then have; None takes the loss's own."""
+    estimator_options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of estimator that are no settings."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         made = super().__new__(cls, *args, **options)
@@ -53,49 +64,65 @@ class LossSettings(Alternative):
 
     def __post_init__(self) -> None:
         given = self.__dict__.pop("given", ())
-        if (kind := self.value_estimator()) is not None:
-            self._take_defaults(kind, given)
+        of_loss = options_of(self.stock)
+        for chosen, known in (
+            (self.loss_type(), of_loss.keys()),
+            # Those that the loss has too are the loss's.
+            (self.estimator_type(), options_of(self.stock.default_value_estimator).keys() - of_loss.keys()),
+        ):
+            if chosen not in (self.stock, self.stock.default_value_estimator):
+                self._take_defaults(chosen, known - {*given})
+        self._check_further("loss_options", self.loss_type())
+        self._check_further("estimator_options", self.estimator_type())
         for name in ("clip_epsilon", "sampler_bounds"):
             # YAML has lists only, and settings that were saved must equal those that are read
             # again.
             if isinstance(value := getattr(self, name, None), list):
                 setattr(self, name, tuple(value))
 
-    def value_estimator(self) -> type[objectives.TurnEstimator] | None:
-        """The class that ``estimator`` names; ``None``: the algorithm's own.
+    def loss_type(self) -> type[objectives.TurnLoss]:
+        """The class of the loss.
 
         Raises:
-            ConfigError: there is no such class, or it is not a
+            ConfigError: there is no class that ``loss_class`` names, or it is none of the
+                algorithm.
+        """
+        return self.stock if self.loss_class is None else find_class("loss_class", self.loss_class, self.stock)
+
+    def estimator_type(self) -> type[objectives.TurnEstimator]:
+        """The class of the value estimator.
+
+        Raises:
+            ConfigError: there is no class that ``estimator`` names, or it is no
                 :class:`~torchrl_llm.objectives.TurnEstimator`.
         """
         if self.estimator is None:
-            return None
+            return self.loss_type().default_value_estimator
         name = self.estimator if ":" in self.estimator else f"torchrl_llm.objectives:{self.estimator}"
-        try:
-            found = resolve_name(name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"estimator is {self.estimator!r}, which cannot be imported ({error}); expected a class of torchrl_llm.objectives, "
-                'or "package.module:Name".'
-            ) from error
-        if not (isinstance(found, type) and issubclass(found, objectives.TurnEstimator)):
-            raise ConfigError(f"estimator={self.estimator!r} is {found!r}; expected a subclass of TurnEstimator.")
-        return found
+        expected = 'a class of torchrl_llm.objectives, or "package.module:Name"'
+        return find_class("estimator", name, objectives.TurnEstimator, expected)
 
-    def _take_defaults(self, kind: type[objectives.TurnEstimator], given: Collection[str]) -> None:
-        """Take the defaults of the estimator for options that are not given. Those that the loss
-        has too are the loss's."""
+    def _take_defaults(self, kind: type[Any], names: Collection[str]) -> None:
+        """Take the defaults of a class for options that are not given."""
         own, theirs = options_of(type(self)), options_of(kind)
-        of_estimator = options_of(self.loss.default_value_estimator).keys() - options_of(self.loss)
-        for name in (of_estimator & own.keys() & theirs.keys()) - {*given}:
+        for name in names & own.keys() & theirs.keys():
             default = theirs[name].default
-            if not fits(default, own[name].hint):
+            if issubclass(kind, objectives.TurnEstimator) and not fits(default, own[name].hint):
                 default = getattr(kind(), name)  # which decides it when it is made
             setattr(self, name, default)
 
+    def _check_further(self, setting: str, kind: type[Any]) -> None:
+        for name in getattr(self, setting):
+            if name in options_of(type(self)):
+                raise ConfigError(f"{setting} has {name}, which is a setting of its own: write it beside {setting}.")
+            if name not in options_of(kind):
+                known = [each for each in options_of(kind) if each not in options_of(type(self))]
+                raise ConfigError(f"{setting} has {name}, which {kind.__name__} does not take.{nearest(name, known)}")
+
     def defaults(self) -> dict[str, Any]:
-        """Those beside the estimator."""
-        return {**vars(type(self)(estimator=self.estimator)), "estimator": None}
+        """Those beside the classes of loss and estimator."""
+        named: dict[str, Any] = {"loss_class": self.loss_class, "estimator": self.estimator}
+        return {**vars(type(self)(**named)), **dict.fromkeys(named)}
 
 
 @dataclass(kw_only=True)
@@ -103,7 +130,7 @@ class LLMPPO(LossSettings, PPOOptions, GAEOptions):
     """Options of :class:`~torchrl_llm.objectives.LLMPPOLoss` and
     :class:`~torchrl_llm.objectives.TurnGAE`."""
 
-    loss = objectives.LLMPPOLoss
+    stock = objectives.LLMPPOLoss
 
 
 @dataclass(kw_only=True)
@@ -111,7 +138,7 @@ class LLMREINFORCE(LossSettings, ReinforceOptions, ReBNOptions):
     """Options of :class:`~torchrl_llm.objectives.LLMReinforceLoss` and
     :class:`~torchrl_llm.objectives.ReBN`."""
 
-    loss = objectives.LLMReinforceLoss
+    stock = objectives.LLMReinforceLoss
 
 
 @dataclass(kw_only=True)
@@ -119,7 +146,7 @@ class GRPO(LossSettings, GRPOOptions, GroupOptions):
     """Options of :class:`~torchrl_llm.objectives.LLMGRPOLoss` and
     :class:`~torchrl_llm.objectives.GroupRelative`."""
 
-    loss = objectives.LLMGRPOLoss
+    stock = objectives.LLMGRPOLoss
 
 
 @dataclass(kw_only=True)
@@ -127,9 +154,5 @@ class SFT(LossSettings, TurnLossOptions, ImitationOptions):
     """Options of :class:`~torchrl_llm.objectives.LLMSFTLoss` and
     :class:`~torchrl_llm.objectives.ImitationWeights`."""
 
-    loss = objectives.LLMSFTLoss
+    stock = objectives.LLMSFTLoss
     harmless: ClassVar[Mapping[str, Any]] = {"kl_coeff": 0}
-
-
-ALGORITHMS: tuple[type[LossSettings], ...] = (LLMPPO, LLMREINFORCE, GRPO, SFT)
-"""The settings of each algorithm; the class has its name."""

@@ -24,7 +24,8 @@ from torchrl_llm.modules.scorer import default_chunk_logits
 from torchrl_llm.runs.build import has_own_reference, make_lora
 from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.device import mixed_precision
-from torchrl_llm.runs.engines import engine_share
+from torchrl_llm.runs.engines import engine_share, engine_size, vllm_settings
+from torchrl_llm.runs.settings import VLLMSettings
 from torchrl_llm.runs.sources import model_path
 from torchrl_llm.runs.teacher import find_teacher
 from torchrl_llm.trainers.config import MOST_TOKENS
@@ -149,7 +150,7 @@ def default_max_tokens(
     room, limit = float(_ROOM), float("inf")
     if device.type == "cuda":
         total = card or torch.cuda.get_device_properties(device).total_memory
-        engine = 0 if config.engine.sleep_mode else engine_memory(config, device, total)
+        engine = 0 if config.engine.sleeps else engine_memory(config, device, total)
         room, limit = _ROOM_SHARE * total, TAKEN * total - engine
     kept = sum(_kept(config, model, shards, device).values())
 
@@ -265,7 +266,7 @@ def trainer_memory(config: RunSettings, device: torch.device, processes: int = 1
     if device.type != "cuda":
         return free_memory() // processes, host_memory() // processes
     free, total = torch.cuda.mem_get_info(device)
-    engine = 0 if config.engine.sleep_mode else engine_memory(config, device)
+    engine = 0 if config.engine.sleeps else engine_memory(config, device)
     return free - engine, total - engine
 
 
@@ -282,19 +283,21 @@ def engine_memory(config: RunSettings, device: torch.device, card: int | None = 
         >>> engine_memory(RunSettings.from_values(policy="vllm"), torch.device("cpu"))
         0
     """
-    elsewhere = config.rollouts.collector == "ray" or config.engine.weight_sync == "nccl"
-    if config.rollouts.policy != "vllm" or elsewhere or device.type != "cuda":
+    engine = config.engine
+    if not isinstance(engine, VLLMSettings) or device.type != "cuda":
+        return 0
+    if config.collector == "ray" or engine.weight_sync == "nccl":  # it is elsewhere
         return 0
     return int(engine_share(config, device) * (card or torch.cuda.mem_get_info(device)[1]))
 
 
 def engine_weights(config: RunSettings, model: Any) -> int:
-    """Bytes of the weights that an engine holds on each of its GPUs.
+    """Bytes of the weights that a vLLM engine holds on each of its GPUs.
 
     Args:
         model: :func:`empty_model`.
     """
-    return model.num_parameters() * _engine_bytes(config) // (config.engine.tensor_parallel_size or 1)
+    return model.num_parameters() * _engine_bytes(config) // engine_size(config)
 
 
 def engine_context(config: RunSettings, model: Any) -> int:
@@ -328,13 +331,13 @@ def engine_contexts(config: RunSettings, model: Any, memory: int) -> int:
         >>> engine_contexts(config, model, engine_weights(config, model) + room), engine_contexts(config, model, 0)
         (10, 0)
     """
-    free = (memory - engine_weights(config, model)) * (config.engine.tensor_parallel_size or 1)
+    free = (memory - engine_weights(config, model)) * engine_size(config)
     return max(0, free // engine_context(config, model))
 
 
 def _engine_bytes(config: RunSettings) -> int:
     """Bytes of a number in an engine."""
-    dtype = config.engine.engine_dtype or config.model.dtype
+    dtype = vllm_settings(config).engine_dtype or config.model.dtype
     # vLLM's "auto" narrows float32
     return _HALF if dtype == "auto" else int(getattr(torch, dtype).itemsize)
 
@@ -423,7 +426,7 @@ def _sampler(config: RunSettings, model: Any, device: torch.device) -> dict[str,
     cache = _cached_numbers(model) * size * config.slots * config.env.max_model_len
     rows = {"rows": _ROW * config.rollouts.batch_size * config.env.max_model_len}
     # an engine takes its own share of the memory, whatever its contexts need
-    if config.rollouts.policy != "hf":
+    if config.policy != "hf":
         return rows
     head = model.get_output_embeddings().weight
     packs = packs_head(head.numel(), torch.float32 if size == 4 else torch.float16, device)

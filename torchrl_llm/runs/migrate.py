@@ -10,11 +10,17 @@ from typing import Any
 import yaml
 
 from torchrl_llm.runs.config import RunSettings
-from torchrl_llm.runs.loss_settings import ALGORITHMS, LLMPPO, LossSettings
 from torchrl_llm.runs.settings_file import RENAMED, Loader, composed
 from torchrl_llm.utils.hints import nearest
-from torchrl_llm.utils.options import ConfigError, check_value, fits, options_of
-from torchrl_llm.utils.sections import in_sections, section_of, sections_of, settings_in, settings_of
+from torchrl_llm.utils.options import ConfigError, fits, options_of
+from torchrl_llm.utils.sections import (
+    alternatives_of,
+    in_sections,
+    section_of,
+    sections_of,
+    settings_in,
+    settings_of,
+)
 
 
 def migrated(path: Path) -> str:
@@ -78,32 +84,34 @@ def settings_of_now(saved: Mapping[str, Any]) -> dict[str, Any]:
         >>> settings["scale"], settings["baseline"], "critic_coeff" in settings
         ('none', 'mean', False)
     """
-    kind = _kind(saved)
-    options = options_of(kind)
+    kinds = alternatives_of(RunSettings, saved)
+    of_loss, options = saved.keys() & settings_in(RunSettings, "loss").keys(), options_of(kinds["loss"])
     # 0.3 has no options of others, and None where it is a value.
-    of_now = saved.keys() & settings_in(RunSettings, "loss").keys() <= options.keys()
-    left_out = {name for name in _left_out(saved) if not (of_now and fits(None, options[name].hint))}
+    values = {name for name in of_loss if of_loss <= options.keys() and fits(None, options[name].hint)}
+    left_out = _left_out(saved) - values
     saved = {name: value for name, value in saved.items() if name not in left_out}
-    defaults = {name: value for name, value in RunSettings().as_json().items() if name not in vars(LLMPPO())}
-    # Where an estimator is named, they are its defaults, and it is not imported because a file says
-    # so.
-    of_kind = {"estimator": None} if saved.get("estimator") else vars(kind())
-    return {**defaults, "algo": kind.__name__, **of_kind, **saved}
-
-
-def _kind(values: Mapping[str, Any]) -> type[LossSettings]:
-    """The class of the algorithm of settings by name."""
-    algo = values.get("algo", RunSettings().algo)
-    check_value("algo", algo, settings_of(RunSettings)["algo"].hint)
-    (kind,) = (kind for kind in ALGORITHMS if kind.__name__ == algo)
-    return kind
+    of_kinds = {name for section in kinds for name in settings_in(RunSettings, section)}
+    defaults = {name: value for name, value in RunSettings().as_json().items() if name not in of_kinds}
+    for section, kind in kinds.items():
+        # Where an estimator is named, the defaults are its own, and it is not imported because a
+        # file says so.
+        own = {"estimator": None} if section == "loss" and saved.get("estimator") else vars(kind())
+        defaults |= {kind.named_by: kind.known_as, **own}
+    return {**defaults, **saved}
 
 
 def _left_out(values: Mapping[str, Any]) -> set[str]:
-    """What had no effect in settings of 0.2: options of other algorithms, and ``None`` for a
-    default."""
-    of_loss, own = values.keys() & settings_in(RunSettings, "loss").keys(), options_of(_kind(values))
-    return {name for name in of_loss if name not in own or values[name] is None}
+    """What had no effect in settings of 0.2: options of other algorithms, ``None`` for a default of
+    the algorithm, and defaults of other policies and collectors."""
+    found = set()
+    for section, kind in alternatives_of(RunSettings, values).items():
+        options = settings_in(RunSettings, section)
+        for name in values.keys() & options.keys():
+            default = options[name].default
+            idle = section == "loss" or values[name] in (default, kind.harmless.get(name, default))
+            if (name not in options_of(kind) and idle) or (section == "loss" and values[name] is None):
+                found.add(name)
+    return found
 
 
 def _dedented(line: str, indent: int) -> str:

@@ -17,6 +17,7 @@ from torchrl_llm.runs import build
 from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.demonstrations import find_demonstrations
 from torchrl_llm.runs.saved import find_saved_model, for_run, load_saved_model
+from torchrl_llm.runs.settings import SelfPlayRollouts
 from torchrl_llm.runs.sources import MODELS, model_path
 from torchrl_llm.trainers.evaluation import evaluate
 from torchrl_llm.utils.options import ConfigError
@@ -104,7 +105,7 @@ def play_match(env: SelfPlayEnv, policy: TurnPolicy, opponent: TurnPolicy, games
 def make_opponent(
     config: RunSettings, formatter: ChatFormatter, sampling: SamplingConfig, models: ActorCritic | None = None
 ) -> TurnPolicy:
-    """The policy that ``config.env.opponent`` names.
+    """The policy that the setting ``opponent`` names.
 
     Args:
         config: the settings of the run.
@@ -116,13 +117,14 @@ def make_opponent(
         ConfigError: there is no such player or model, it has another tokenizer, or none is named
             and there is no run.
     """
-    if config.env.opponent is None:
+    opponent = config.rollouts.opponent if isinstance(config.rollouts, SelfPlayRollouts) else None
+    if opponent is None:
         if models is None:
             raise ConfigError(
                 "opponent is None, the weights that a run starts from, and there is no run here: name a player or a model."
             )
         return _start(config, formatter.tokenizer, sampling, models)
-    found = _find(config.env.opponent)
+    found = _find(opponent)
     if isinstance(found, str):
         return _saved(config, found, formatter.tokenizer, sampling)
     return PlayerPolicy(

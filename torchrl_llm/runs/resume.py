@@ -24,6 +24,7 @@ from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.trainer import LLMTrainer
 from torchrl_llm.utils.interrupts import run_begins
 from torchrl_llm.utils.options import brief
+from torchrl_llm.utils.sections import settings_in
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +97,12 @@ def find_start(config: RunSettings, folder: RunFolder, python_parts: Mapping[str
 def _check_same(config: RunSettings, python_parts: Mapping[str, str], saved: dict[str, Any], start: Path) -> None:
     # Of a checkpoint that an earlier version wrote it is not known what its run was given. A
     # setting that there was not yet has its default, which is what that run did.
-    before = {**saved["config"], **saved.get("python_parts", python_parts)}
-    present_settings = {**config.as_json(), **python_parts}
+    # Another collector or policy has settings of its own: what there was not, or is no more, counts
+    # as its default.
+    of_parts = {**settings_in(RunSettings, "rollouts"), **settings_in(RunSettings, "engine")}
+    defaults = {name: option.default for name, option in of_parts.items()}
+    before = {**defaults, **saved["config"], **saved.get("python_parts", python_parts)}
+    present_settings = {**defaults, **config.as_json(), **python_parts}
     changes = config_changes(before, present_settings, ignore=[*HOW_TO_RUN, *config.output.accept_changes])
     if changes:
         listed = "; ".join(f"{name} was {brief(old)}, is {brief(new)}" for name, (old, new) in changes.items())

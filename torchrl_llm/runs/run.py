@@ -221,7 +221,7 @@ def build_run(
         make_loss: makes the loss, ``make_loss(config, models)``, of ``models.actor`` and
             ``models.critic``; :meth:`RunSettings.loss_options` gives it the loss's settings.
             Default: :func:`make_objective`.
-        callbacks: added to the progress bar.
+        callbacks: added to those of ``config.output.callbacks``.
         components: further objects with ``state_dict`` and ``load_state_dict``, by name: they are
             saved in the run's checkpoints, and continue with a resumed run.
 
@@ -233,7 +233,11 @@ def build_run(
             ``make_env``; a loss of other networks than ``models``.
         ImportError, RuntimeError: with ``collector="ray"``, Ray is not installed, or not running.
     """
-    given = Given(env, make_env, make_loss, (*callbacks,), components)
+    named = build.make_callbacks(config)
+    components = {type(each).__qualname__: each for each in named if hasattr(each, "state_dict")} | dict(
+        components or {}
+    )
+    given = Given(env, make_env, make_loss, (*named, *callbacks), components)
     given.check(config)
     from_python = given.settings()
     with ExitStack() as opened:

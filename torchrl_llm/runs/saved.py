@@ -42,7 +42,7 @@ USED = (
     # of training, as it learns from results
     *(name for name in (*names_of(ChatSettings), *names_of(EnvSettings)) if name != "adaptive_mixture"),
     *(*names_of(SamplingConfig), "seed", "dtype", "device", "attn_implementation", "trust_remote_code"),
-    *("quantization", "step_timeout", "env_threads", "max_faults"),
+    *("quantization", "step_timeout", "env_threads", "max_faults", "opponent"),
 )
 """The settings that a trained model is used with; all others are of training."""
 

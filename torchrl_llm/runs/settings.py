@@ -6,9 +6,10 @@ the docstrings of the fields (:func:`torchrl_llm.utils.options.meanings`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.options import (
@@ -22,6 +23,7 @@ from torchrl_llm.utils.options import (
     PositiveShare,
     Range,
 )
+from torchrl_llm.utils.sections import Alternative
 
 Algorithm = Literal["LLMPPO", "LLMREINFORCE", "GRPO", "SFT"]
 
@@ -139,9 +141,6 @@ class ModelSettings(Checked):
     compile: bool = False
     """torch.compile the layers for scoring and training; generation is not compiled
     (compile_decode)."""
-    compile_decode: bool = False
-    """torch.compile the forward of a sampled token, with policy="hf", in the first turn of a run;
-    changes results by rounding only. Not tried on a GPU; on a CPU it needs a C++ compiler."""
     share_prefixes: bool = True
     """Compute what the rows of a batch share once; changes results by rounding only. Without effect
     with compile."""
@@ -209,14 +208,11 @@ class EnvSettings(Checked):
     """The environment."""
 
     env_name: str | list[str] = "game:GuessTheNumber-v0-easy"
-    """Id of a GEM environment, or a list of ids (a mixture); only a label if build_run gets env or
-    make_env."""
+    """Id of a GEM environment, or a list of ids (a mixture); or "package.module:Name" of a class of
+    your own (a TextEnv, or a GEMEnv such as torchrl_llm.envs:PromptDatasetEnv), in a module of a
+    package. Only a label if build_run gets env or make_env."""
     env_weights: list[Positive] | None = None
     """Relative frequency of each environment of a mixture; None takes them in turn."""
-    opponent: str | None = None
-    """Whom evaluations play against, seats swapped, with collector="self_play": a scripted player
-    ("package.module:name"), a model, or a checkpoint or the folder of a run; None: the weights that
-    the run starts from."""
     env_options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment, such as {"max_turns": 4}, in place of those that its id stands
     for; of a mixture, of each."""
@@ -240,9 +236,37 @@ class EnvSettings(Checked):
 
 
 @dataclass(kw_only=True)
-class EngineSettings(Checked):
-    """vLLM's engine (``policy="vllm"``). ``None`` takes the default of
+class EngineSettings(Alternative):
+    """What samples the responses."""
+
+    named_by = "policy"
+    harmless: ClassVar[Mapping[str, Any]] = dict.fromkeys(
+        ("compile_decode", "sleep_mode", "engine_process", "offload_base"), False
+    )
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it gives its memory to the trainer during updates."""
+        return False
+
+
+@dataclass(kw_only=True)
+class HFSettings(EngineSettings):
+    """The trained model itself (transformers)."""
+
+    known_as = "hf"
+
+    compile_decode: bool = False
+    """torch.compile the forward of a sampled token, in the first turn of a run; changes results by
+    rounding only. Not tried on a GPU; on a CPU it needs a C++ compiler."""
+
+
+@dataclass(kw_only=True)
+class VLLMSettings(EngineSettings):
+    """An engine of vLLM, which gets the weights after every update. ``None`` takes the default of
     ``torchrl_llm.modules.load_engine``."""
+
+    known_as = "vllm"
 
     engine_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     """Of the engine's weights; None takes dtype."""
@@ -270,10 +294,126 @@ class EngineSettings(Checked):
     other GPUs) or "ipc" (on the same one; both in a process of its own); None takes the fastest of
     the first three that is correct."""
 
+    def __post_init__(self) -> None:
+        if self.weight_sync in ("nccl", "ipc") and self.engine_process is False:
+            raise ConfigError(
+                f"weight_sync={self.weight_sync!r} is to an engine in a process of its own, and engine_process=False: leave it out."
+            )
+        if self.weight_sync == "nccl" and self.sleep_mode:
+            raise ConfigError(
+                "weight_sync='nccl' has the engine on other GPUs, and sleep_mode gives it the trainer's in turns: choose one."
+            )
+
+    @property
+    def sleeps(self) -> bool:
+        return bool(self.sleep_mode)
+
 
 @dataclass(kw_only=True)
-class RaySettings(Checked):
-    """Workers on Ray (``collector="ray"``)."""
+class RolloutSettings(Alternative):
+    """How batches are collected."""
+
+    named_by = "collector"
+    harmless: ClassVar[Mapping[str, Any]] = dict.fromkeys(
+        ("max_staleness", "branches", "tree_branches", "ray_worker_gpus"), 0
+    )
+
+    max_faults: Natural | None = None
+    """Episodes whose environment may fail in one batch, where their groups are dropped and
+    replaced; in one evaluation, where they count as not won; and in a row. None takes 16."""
+    batch_size: Count = 32
+    """Episodes per iteration, all groups and all processes together."""
+    group_size: Count = 1
+    """Episodes per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for. With
+    collector="self_play" the players of a game, 2 unless asked for."""
+    demonstrations: str | None = None
+    """What SFT imitates: a scripted player, of torchrl_llm.envs.players or as
+    "package.module:name"; a file of messages (.jsonl, .json or .parquet), or the folder of a run,
+    whose recorded episodes are read; None: the model's own episodes (SFT)."""
+
+    @property
+    def staleness(self) -> int:
+        """The most updates that the weights of a token are behind those that it trains."""
+        return 0
+
+    @property
+    def num_started(self) -> int:
+        """The episodes of a group that are played from the start."""
+        return self.group_size
+
+    @property
+    def num_collectors(self) -> int:
+        """The processes that collect for each training process."""
+        return 1
+
+
+@dataclass(kw_only=True)
+class _ThreadSettings(RolloutSettings):
+    env_threads: Natural | None = None
+    """Threads that environments run in; None takes one a slot with a step_timeout or with collector
+    "async" or "ray", else none."""
+    step_timeout: Positive | None = None
+    """Seconds that an environment may take for a step, in training and in evaluation; its episode
+    is cut then. None takes 60 with collector "async" or "ray" (and env_threads other than 0), else
+    no limit."""
+
+    def __post_init__(self) -> None:
+        if self.step_timeout is not None and self.env_threads == 0:
+            raise ConfigError(
+                f"step_timeout={self.step_timeout} with env_threads=0: a call in the main thread cannot be left. Give it a thread, "
+                "or leave env_threads out."
+            )
+
+
+@dataclass(kw_only=True)
+class TurnRollouts(_ThreadSettings):
+    """All environments step together, a turn at a time."""
+
+    known_as = "turn"
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle(("tree_depth",), {"tree_branches": (0,)}, "set tree_branches"),
+        Idle(("branch_share",), {"branches": (0,)}, "set branches"),
+    )
+
+    branches: Natural = 0
+    """Continuations of every state that an episode passes, for estimator="TurnVine", which values
+    states by them; 0 plays none. The turns sampled are those of max_steps and, in an episode of T
+    turns, up to branches * T * (T + 1) / 2 more."""
+    branch_share: PositiveShare = 1.0
+    """Share of the states that get them."""
+    tree_branches: Natural = 0
+    """Of every 1 + tree_branches episodes of a group one is played from the start, and the others
+    continue it from one of its turns; all are trained on, and share the turns before. 0: all
+    episodes are played from the start."""
+    tree_depth: Count = 4
+    """The last turn, counted from 0, before which they branch; each of 1 to this is as likely. An
+    episode that has ended by then is not continued: others of its task are played instead."""
+
+    @property
+    def num_started(self) -> int:
+        return max(1, self.group_size // (1 + self.tree_branches))
+
+
+@dataclass(kw_only=True)
+class AsyncRollouts(_ThreadSettings):
+    """No episode waits for another."""
+
+    known_as = "async"
+
+    max_staleness: Natural | None = None
+    """Updates that the weights of a token may be behind those it trains; 0 is on-policy. More than
+    0 sets sampler_correction to "truncate" and sampler_bounds to 2, unless they are given."""
+
+    @property
+    def staleness(self) -> int:
+        return self.max_staleness or 0
+
+
+@dataclass(kw_only=True)
+class RayRollouts(AsyncRollouts):
+    """On workers, of a Ray that is running; no episode waits for another."""
+
+    known_as = "ray"
 
     ray_workers: Count | None = None
     """Number of workers; None takes 2."""
@@ -282,87 +422,29 @@ class RaySettings(Checked):
     ray_worker_gpus: NonNegative | None = None
     """GPUs that each asks Ray for, and samples on; None takes none."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.demonstrations is not None:
+            raise ConfigError(
+                f"demonstrations={self.demonstrations!r} are collected in this process: leave collector='ray' out."
+            )
+
+    @property
+    def num_collectors(self) -> int:
+        return self.ray_workers or 2
+
 
 @dataclass(kw_only=True)
-class RolloutSettings(Checked):
-    """How batches are collected."""
+class SelfPlayRollouts(RolloutSettings):
+    """All seats of games of several players are the policy's."""
 
-    idle: ClassVar[tuple[Idle, ...]] = (
-        Idle(
-            ("max_staleness",),
-            {"collector": ("turn", "self_play")},
-            'set collector to "async" or "ray"',
-            {"max_staleness": 0},
-        ),
-        Idle(("branches",), {"collector": ("async", "ray", "self_play")}, 'set collector to "turn"', {"branches": 0}),
-        Idle(
-            ("tree_branches",),
-            {"collector": ("async", "ray", "self_play")},
-            'set collector to "turn"',
-            {"tree_branches": 0},
-        ),
-        Idle(("tree_depth",), {"tree_branches": (0,)}, "set tree_branches"),
-        Idle(("branch_share",), {"branches": (0,)}, "set branches"),
-        Idle(("env_threads", "step_timeout"), {"collector": ("self_play",)}, 'set collector to "turn" or "async"'),
-    )
+    known_as = "self_play"
 
-    policy: Literal["hf", "vllm"] = "hf"
-    """What samples: "hf", the model itself, or "vllm", an engine that gets the weights after every
-    update."""
-    collector: Literal["turn", "async", "ray", "self_play"] = "turn"
-    """"turn" steps all environments together, a turn at a time; "async" lets no episode wait for
-    another; "ray" does so on workers, of a Ray that is running; "self_play" plays all seats of
-    games of several players."""
-    max_staleness: Natural | None = None
-    """Updates that the weights of a token may be behind those it trains; 0 is on-policy (only for
-    "async" and "ray"). More than 0 sets sampler_correction to "truncate" and sampler_bounds to 2,
-    unless they are given."""
-    env_threads: Natural | None = None
-    """Threads that environments run in; None takes one a slot with a step_timeout or with collector
-    "async" or "ray", else none."""
-    step_timeout: Positive | None = None
-    """Seconds that an environment may take for a step, in training and in evaluation; its episode
-    is cut then. None takes 60 with collector "async" or "ray" (and env_threads other than 0), else
-    no limit."""
-    max_faults: Natural | None = None
-    """Episodes whose environment may fail in one batch, where their groups are dropped and
-    replaced; in one evaluation, where they count as not won; and in a row. None takes 16."""
-    batch_size: Count = 32
-    """Episodes per iteration, all groups and all processes together."""
-    group_size: Count = 1
-    """Episodes per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for. With
-    collector="self_play" the players of a game: 2 unless asked for; 1 is refused."""
-    branches: Natural = 0
-    """Continuations of every state that an episode passes, for estimator="TurnVine", which values
-    states by them (collector="turn"); 0 plays none. The turns sampled are those of max_steps and,
-    in an episode of T turns, up to branches * T * (T + 1) / 2 more."""
-    branch_share: PositiveShare = 1.0
-    """Share of the states that get them."""
-    tree_branches: Natural = 0
-    """Of every 1 + tree_branches episodes of a group one is played from the start, and the others
-    continue it from one of its turns (collector="turn"); all are trained on, and share the turns
-    before. 0: all episodes are played from the start."""
-    tree_depth: Count = 4
-    """The last turn, counted from 0, before which they branch; each of 1 to this is as likely. An
-    episode that has ended by then is not continued: others of its task are played instead."""
-    demonstrations: str | None = None
-    """What SFT imitates: a scripted player, of torchrl_llm.envs.players or as
-    "package.module:name"; a file of messages (.jsonl, .json or .parquet), or the folder of a run,
-    whose recorded episodes are read; None: the model's own episodes (SFT)."""
-
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        made = super().__new__(cls, *args, **options)
-        # In __post_init__ a 1 that was given looks like the default.
-        if options.get("collector") == "self_play" and options.get("group_size") == 1:
-            raise ConfigError(
-                'group_size=1 with collector="self_play", where it is the number of players of a game: expected at least 2; leave it '
-                "out for 2."
-            )
-        return made
-
-    def __post_init__(self) -> None:
-        if self.collector == "self_play" and self.group_size == 1:
-            self.group_size = 2
+    group_size: Annotated[int, Range("[2, inf)", "the players of a game")] = 2
+    """The players of a game."""
+    opponent: str | None = None
+    """Whom evaluations play against, seats swapped: a scripted player ("package.module:name"), a
+    model, or a checkpoint or the folder of a run; None: the weights that the run starts from."""
 
 
 @dataclass(kw_only=True)
@@ -442,6 +524,10 @@ class OutputSettings(Checked):
     record_megabytes: Positive = 64.0
     """What the recordings may take on disk; beyond it record_interval is doubled, and what lies
     between deleted."""
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """Callbacks of your own, each as "package.module:Name" with its arguments:
+    {"my_package.watch:Watch": {"every": 5}}. The state of one that has a state_dict is saved with
+    the run."""
     tensorboard: bool = False
     """Log to TensorBoard too."""
     wandb: bool = False

@@ -74,7 +74,7 @@ def check_length(config: RunSettings, length: int) -> None:
             itself.
     """
     most = max_positions(load_model_config(config).get_text_config())
-    if config.rollouts.policy == "hf" and length > most:
+    if config.policy == "hf" and length > most:
         raise ConfigError(
             f"max_model_len is {length}, and the model {config.model.model_path!r} has {most} positions: lower it, or take "
             "a model with more."

@@ -11,6 +11,7 @@ from typing import Any
 
 from torchrl_llm.objectives import GroupRelative, TurnLoss
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator
+from torchrl_llm.runs.settings import RayRollouts, TurnRollouts, VLLMSettings
 from torchrl_llm.utils.options import options_of
 
 
@@ -75,7 +76,7 @@ def wrong_self_play(config: Any) -> Iterator[str]:
         )
     if config.evaluation.evaluation_greedy:
         yield "evaluation_greedy plays each task once, and games against an opponent are none that repeat: leave it out."
-    if config.engine.offload_base or config.engine.sleep_mode:
+    if isinstance(config.engine, VLLMSettings) and (config.engine.offload_base or config.engine.sleep_mode):
         yield (
             'offload_base and sleep_mode move weights away while the engine samples, and the opponent of collector="self_play" needs '
             "them: leave them out."
@@ -84,26 +85,27 @@ def wrong_self_play(config: Any) -> Iterator[str]:
 
 def wrong_branches(config: Any) -> Iterator[str]:
     """What is wrong with the settings of continuations and of what reads them, and what to do."""
-    estimator = config.value_estimator()
-    needed = estimator is not None and estimator.needs_branches
-    if config.rollouts.branches and not needed:
-        yield f'branches={config.rollouts.branches} value states, and no estimator reads that: set estimator to "TurnVine", or leave them out.'
-    if needed and not config.rollouts.branches:
-        yield f"estimator={config.loss.estimator!r} values states by continuations, and branches=0: say how many, such as branches=4."
+    needed = config.loss.estimator_type().needs_branches
+    branches = config.rollouts.branches if isinstance(config.rollouts, TurnRollouts) else 0
+    if branches and not needed:
+        yield f'branches={branches} value states, and no estimator reads that: set estimator to "TurnVine", or leave them out.'
+    if needed and not branches:
+        where = "" if isinstance(config.rollouts, TurnRollouts) else f', and collector="turn", not {config.collector!r}'
+        yield f"estimator={config.loss.estimator!r} values states by continuations, and branches=0: say how many, such as branches=4{where}."
     if needed and config.algo not in ("LLMREINFORCE", "GRPO"):
         yield f'estimator={config.loss.estimator!r} has no critic and no demonstrations: use algo="LLMREINFORCE" or "GRPO", not {config.algo!r}.'
-    if config.rollouts.branches and config.trainer.overlong_penalty:
+    if branches and config.trainer.overlong_penalty:
         yield (
             f"overlong_penalty={config.trainer.overlong_penalty} is taken from the rewards of a batch, and the continuations of "
-            f"branches={config.rollouts.branches} do not pay it: leave one of them out."
+            f"branches={branches} do not pay it: leave one of them out."
         )
 
 
 def wrong_trees(config: Any) -> Iterator[str]:
     """What is wrong with the settings of trees and of what reads their rows, and what to do."""
-    if not (branches := config.rollouts.tree_branches):
+    if not (isinstance(config.rollouts, TurnRollouts) and (branches := config.rollouts.tree_branches)):
         return
-    kind = config.value_estimator() or config.loss.loss.default_value_estimator
+    kind = config.loss.estimator_type()
     size, group = 1 + branches, config.rollouts.group_size
     if config.rollouts.branches:
         yield (
@@ -129,25 +131,30 @@ def wrong_trees(config: Any) -> Iterator[str]:
 
 def wrong_engine(config: Any) -> Iterator[str]:
     """What is wrong with how vLLM's engine gets its weights and its memory."""
-    if config.rollouts.max_staleness and config.engine.sleep_mode:
-        yield f"max_staleness={config.rollouts.max_staleness} samples during updates, and sleep_mode stops the engine for them: choose one."
-    if config.engine.weight_sync in ("nccl", "ipc") and config.engine.engine_process is False:
-        yield f"weight_sync={config.engine.weight_sync!r} is to an engine in a process of its own, and engine_process=False: leave it out."
-    if config.engine.weight_sync == "nccl" and config.engine.sleep_mode:
-        yield "weight_sync='nccl' has the engine on other GPUs, and sleep_mode gives it the trainer's in turns: choose one."
-    if config.engine.weight_sync == "adapter" and not config.weights.lora_r:
+    engine, rollouts = config.engine, config.rollouts
+    if not isinstance(engine, VLLMSettings):
+        return
+    if rollouts.staleness and engine.sleep_mode:
+        yield f"max_staleness={rollouts.staleness} samples during updates, and sleep_mode stops the engine for them: choose one."
+    if engine.weight_sync == "adapter" and not config.weights.lora_r:
         yield "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out."
-    size, gpus = config.engine.tensor_parallel_size or 1, config.ray.ray_worker_gpus
+    if engine.offload_base and not config.weights.lora_r:
+        yield "offload_base moves the frozen base of LoRA, and lora_r=0 trains all weights: leave it out."
+    if engine.offload_base and config.model.quantization is not None:
+        yield f"quantization={config.model.quantization!r} keeps a part of the base on the GPU, which offload_base would move: choose one."
+    if engine.offload_base and (config.collector == "ray" or engine.weight_sync == "nccl"):
+        elsewhere = "collector='ray'" if config.collector == "ray" else "weight_sync='nccl'"
+        yield f"offload_base makes room for an engine on the trainer's GPU, and {elsewhere} has it on others: leave it out."
+    if not isinstance(rollouts, RayRollouts):
+        return
+    size, gpus = engine.tensor_parallel_size or 1, rollouts.ray_worker_gpus
     # With one GPU for each engine, a part of it is what several workers share.
-    if config.rollouts.collector == "ray" and gpus and size > 1 and gpus < size:
+    if gpus and size > 1 and gpus < size:
         yield (
             f"tensor_parallel_size={size} spreads the engine of a worker over {size} GPUs, and ray_worker_gpus={gpus} gives it fewer: set "
             f"ray_worker_gpus to {size}."
         )
-    if config.rollouts.collector == "ray" and config.engine.sleep_mode:
+    if engine.sleep_mode:
         yield "sleep_mode shares a GPU with the trainer, and the engines of collector='ray' have their own: leave it out."
-    if config.engine.offload_base and (config.rollouts.collector == "ray" or config.engine.weight_sync == "nccl"):
-        elsewhere = "collector='ray'" if config.rollouts.collector == "ray" else "weight_sync='nccl'"
-        yield f"offload_base makes room for an engine on the trainer's GPU, and {elsewhere} has it on others: leave it out."
-    if config.rollouts.collector == "ray" and config.engine.weight_sync not in (None, "adapter"):
-        yield f"weight_sync={config.engine.weight_sync!r} needs the engine here, and collector='ray' has it elsewhere: leave it out."
+    if engine.weight_sync not in (None, "adapter"):
+        yield f"weight_sync={engine.weight_sync!r} needs the engine here, and collector='ray' has it elsewhere: leave it out."

@@ -12,14 +12,12 @@ from typing import Any, Literal, Self
 
 from torchrl_llm.modules.sampling import SamplingConfig
 from torchrl_llm.runs import RunSettings
-from torchrl_llm.runs.config import INITIAL_WEIGHTS
+from torchrl_llm.runs.config import HOW_TO_RUN, INITIAL_WEIGHTS
 from torchrl_llm.runs.settings import (
     ChatSettings,
     EnvSettings,
     EvaluationSettings,
     ModelSettings,
-    OutputSettings,
-    RaySettings,
     names_of,
 )
 from torchrl_llm.runs.settings_file import read_settings
@@ -35,6 +33,7 @@ _SCORE = (
     *names_of(EvaluationSettings),
     "seed",
     "step_timeout",
+    "opponent",
 )
 """Settings that change what an evaluation measures: with them in a space scores could not be
 compared."""
@@ -46,7 +45,7 @@ _NOT_TUNED = {
         "evaluations sample by it too: the trial that samples most sharply or longest would win, whatever it has learned",
     ),
     **dict.fromkeys((*_BUDGET, "max_steps"), "it changes how long a trial lasts, and all get the same episodes"),
-    **dict.fromkeys((*names_of(OutputSettings), *names_of(RaySettings)), "it changes no number of a run"),
+    **dict.fromkeys(HOW_TO_RUN, "it changes no number of a run"),
     **dict.fromkeys(("evaluation_interval", "checkpoint_interval"), "it changes no weight of a run"),
 }
 

@@ -36,7 +36,9 @@ from torchrl_llm.utils.options import (
 __all__ = [
     "Alternative",
     "Sectioned",
+    "alternatives_of",
     "choices_of",
+    "family_of",
     "in_sections",
     "meanings_of",
     "meant",
@@ -53,10 +55,17 @@ class Alternative(Checked):
 
     named_by: ClassVar[str]
     """The setting whose value is the name of the class; the class that has the section documents it
-    as a property."""
+    as a property. It belongs to the base that the classes of a section share."""
+
+    known_as: ClassVar[str]
+    """The name of the class in settings, by default that of Python."""
 
     harmless: ClassVar[Mapping[str, Any]] = types.MappingProxyType({})
     """Values of settings of other classes that ask for what happens anyway, and are no error."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.known_as = vars(cls).get("known_as", cls.__name__)
 
     def defaults(self) -> dict[str, Any]:
         """The default of each option, beside the others."""
@@ -80,6 +89,11 @@ def sections_of(cls: type[Checked]) -> Mapping[str, tuple[type[Checked], ...]]:
     return types.MappingProxyType({name: each for name, each in kinds.items() if all(map(is_section, each))})
 
 
+def family_of(kinds: tuple[type[Checked], ...]) -> type[Checked]:
+    """The base that the classes of a section share; of one class, itself."""
+    return next((base for base in kinds[0].__mro__ if "named_by" in vars(base)), kinds[0])
+
+
 @remembered
 def choices_of(cls: type[Checked]) -> Mapping[str, str]:
     """The settings that name the class of a section: name -> the section."""
@@ -93,8 +107,8 @@ def _by_section(cls: type[Checked]) -> Mapping[str | None, Mapping[str, Option]]
     """The settings of every section, and under ``None`` those that stand in none."""
     own: dict[str, Option] = {}
     for choice, section in choices_of(cls).items():
-        names = tuple(kind.__name__ for kind in sections_of(cls)[section])
-        own[choice] = Option(Literal[names], type(options_of(cls)[section].default).__name__)
+        names = tuple(map(_name, sections_of(cls)[section]))
+        own[choice] = Option(Literal[names], _name(type(options_of(cls)[section].default)))
     own |= {name: option for name, option in options_of(cls).items() if name not in sections_of(cls)}
     parts: dict[str | None, Mapping[str, Option]] = {None: own}
     parts |= {section: _merged(kinds) for section, kinds in sections_of(cls).items()}
@@ -146,9 +160,14 @@ def meanings_of(cls: type[Checked]) -> Mapping[str, str]:
     for section, kinds in sections_of(cls).items():
         for name in settings_in(cls, section):
             having = [kind for kind in kinds if name in options_of(kind)]
-            only = "" if len(having) == len(kinds) else f" ({', '.join(kind.__name__ for kind in having)})"
+            only = "" if len(having) == len(kinds) else f" ({', '.join(map(_name, having))})"
             found[name] = f"{meanings(having[0])[name].removesuffix('.')}{only}."
     return types.MappingProxyType(found)
+
+
+def _name(kind: type[Checked]) -> str:
+    """The name of a class of a section in settings."""
+    return kind.known_as if issubclass(kind, Alternative) else kind.__name__
 
 
 def rules_of(cls: type[Checked]) -> tuple[Idle, ...]:
@@ -252,12 +271,15 @@ class Sectioned(Checked):
 
     def replace(self, **changes: Any) -> Self:
         """The settings with other values; arguments as of :meth:`from_values`. A section that gets
-        another class has the defaults of that."""
+        another class keeps the settings that all its classes share, and has the defaults of the
+        others."""
         cls, before, given = type(self), self.values(), _by_name(type(self), changes)
         for choice, section in choices_of(cls).items():
-            same = given.get(choice, before[choice]) == before[choice]
             # Not the defaults, which may be others beside the changes.
-            kept = getattr(self, section).changed() if same else {}
+            kept = getattr(self, section).changed()
+            if given.get(choice, before[choice]) != before[choice]:
+                shared = options_of(family_of(sections_of(cls)[section]))
+                kept = {name: value for name, value in kept.items() if name in shared}
             before = {name: value for name, value in before.items() if section_of(cls, name) != section} | kept
         return self.from_values(**{**before, **given})
 
@@ -289,13 +311,23 @@ def _by_name(cls: type[Checked], given: Mapping[str, Any]) -> dict[str, Any]:
     return flat | own
 
 
+def alternatives_of(cls: type[Checked], given: Mapping[str, Any]) -> dict[str, type[Alternative]]:
+    """The classes that settings by name have: section -> the one of its :class:`Alternative`
+    classes that is named, or the default's.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    return {section: kind for section, kind in _kinds(cls, given).items() if issubclass(kind, Alternative)}
+
+
 def _kinds(cls: type[Checked], given: Mapping[str, Any]) -> dict[str, type[Checked]]:
-    """The class of each section: the one that is named, or the default's."""
+    """The class of each section."""
     chosen = {section: type(options_of(cls)[section].default) for section in sections_of(cls)}
     for choice, section in choices_of(cls).items():
         if choice in given:
             check_value(choice, given[choice], settings_of(cls)[choice].hint)
-            (chosen[section],) = (kind for kind in sections_of(cls)[section] if kind.__name__ == given[choice])
+            (chosen[section],) = (kind for kind in sections_of(cls)[section] if _name(kind) == given[choice])
     return chosen
 
 
@@ -311,12 +343,12 @@ def _check_others(cls: type[Checked], kinds: Mapping[str, type[Checked]], given:
         kind, own = kinds[section], options_of(kinds[section])
         groups: dict[str, list[str]] = {}
         for setting in [name for name in given if name in settings_in(cls, section) and name not in own]:
-            having = [f'"{each.__name__}"' for each in sections_of(cls)[section] if setting in options_of(each)]
+            having = [f'"{_name(each)}"' for each in sections_of(cls)[section] if setting in options_of(each)]
             groups.setdefault(" or ".join(having), []).append(setting)
         for named, settings in groups.items():
             harmless = kind.harmless if issubclass(kind, Alternative) else {}
-            rule = Idle(tuple(settings), {choice: (kind.__name__,)}, f"set {choice} to {named}", harmless)
-            rule.check(given, {choice: kind.__name__})
+            rule = Idle(tuple(settings), {choice: (_name(kind),)}, f"set {choice} to {named}", harmless)
+            rule.check(given, {choice: _name(kind)})
 
 
 def _flat(cls: type[Checked], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -324,6 +356,6 @@ def _flat(cls: type[Checked], values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Alternative):
-            found[value.named_by] = type(value).__name__
+            found[value.named_by] = type(value).known_as
         found |= vars(value) if name in sections_of(cls) else {name: value}
     return found

@@ -1,0 +1,43 @@
+"""Parts of one's own that settings name as ``"package.module:Name"``: :func:`find_named`."""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import Any
+
+from torchrl_llm.utils.options import ConfigError
+
+
+def find_named(setting: str, name: str, expected: str) -> Any:
+    """What ``name`` names, imported.
+
+    Args:
+        setting: its name, for messages.
+        name: ``"package.module:Name"``.
+        expected: in words, for messages.
+
+    Raises:
+        ConfigError: it cannot be imported.
+
+    Examples:
+        >>> find_named("callbacks", "collections:Counter", "a Callback")
+        <class 'collections.Counter'>
+        >>> find_named("callbacks", "collections:Contour", "a Callback")
+        Traceback (most recent call last):
+        torchrl_llm.utils.options.ConfigError: callbacks names 'collections:Contour', which cannot be imported (module 'collections' has no attribute 'Contour'); expected a Callback.
+    """
+    try:
+        return resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{setting} names {name!r}, which cannot be imported ({error}); expected {expected}."
+        ) from error
+
+
+def find_class(setting: str, name: str, base: type, expected: str = '"package.module:Name"') -> Any:
+    """The subclass of ``base`` that ``name`` names; arguments and errors as of
+    :func:`find_named`, and a ``ConfigError`` if it is none."""
+    found = find_named(setting, name, expected)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(f"{setting} names {name!r}, which is {found!r}; expected a subclass of {base.__name__}.")
+    return found
