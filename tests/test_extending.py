@@ -132,7 +132,7 @@ def from_root(monkeypatch):
 
 @pytest.mark.usefixtures("from_root")
 class TestNamedInAFile:
-    """Parts of one's own, named in a settings file as "package.module:Name" with their arguments."""
+    """Parts of one's own, which a settings file names as "package.module:Name" with arguments."""
 
     def settings(self, tmp_path, text, **more):
         path = tmp_path / "run.yaml"

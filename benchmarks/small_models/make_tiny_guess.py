@@ -39,7 +39,7 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2T
 
 from torchrl_llm.envs.chat import CHATML, ChatFormatter, compose_message
 from torchrl_llm.envs.isolation import kept_global_rng
-from torchrl_llm.envs.text_env import resolve_env
+from torchrl_llm.envs.registry import resolve_env
 
 logger = logging.getLogger(__name__)
 

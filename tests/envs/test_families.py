@@ -20,8 +20,8 @@ from torchrl_llm.envs import (
     GEMEnv,
     UnknownEnvironmentError,
     register_env_family,
+    registry,
     resolve_env,
-    text_env,
 )
 from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.testing.policies import ScriptedPolicy
@@ -70,7 +70,7 @@ def settings(path):
 
 @pytest.fixture
 def family(monkeypatch):
-    monkeypatch.setattr(text_env, "_families", dict(text_env._families))
+    monkeypatch.setattr(registry, "_families", dict(registry._families))
     register_env_family("countdown", resolve)
 
 
@@ -123,11 +123,11 @@ def package(tmp_path, monkeypatch):
     (info / "entry_points.txt").write_text(
         "[torchrl_llm.env_families]\nyard = yards:resolve\nbroken = no_yards:resolve\n"
     )
-    monkeypatch.setattr(text_env, "_families", dict(text_env._families))
+    monkeypatch.setattr(registry, "_families", dict(registry._families))
     monkeypatch.syspath_prepend(tmp_path)
-    text_env.installed_families.cache_clear()
+    registry.installed_families.cache_clear()
     yield tmp_path
-    text_env.installed_families.cache_clear()
+    registry.installed_families.cache_clear()
     sys.modules.pop("yards", None)
 
 

@@ -13,8 +13,8 @@ from gem_episodes import play
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
 from torchrl_llm.envs import EnvironmentFault, PromptTooLongError, UnknownEnvironmentError
+from torchrl_llm.envs.registry import resolve_env
 from torchrl_llm.envs.tasks import TaskSpec
-from torchrl_llm.envs.text_env import resolve_env
 from torchrl_llm.keys import StopReason
 from torchrl_llm.testing.environments import Echo, Faulty, StopOrGo
 from torchrl_llm.utils.options import ConfigError

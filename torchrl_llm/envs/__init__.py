@@ -18,6 +18,7 @@ from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.games import Game, GameSlots, SelfPlayEnv
 from torchrl_llm.envs.gem_catalog import GEM_CLASSES, MissingGEMError, divide_rows
 from torchrl_llm.envs.isolation import IsolatedEnv
+from torchrl_llm.envs.registry import register_env_family, resolve_env
 from torchrl_llm.envs.response import Response
 from torchrl_llm.envs.rewards import RewardError, RewardTimeoutError, Row, WantedColumns
 from torchrl_llm.envs.seen_tasks import SeenTasks
@@ -32,8 +33,6 @@ from torchrl_llm.envs.text_env import (
     TextEnv,
     TextStep,
     UnknownEnvironmentError,
-    register_env_family,
-    resolve_env,
 )
 from torchrl_llm.rendering import ChatTemplateError, MissingChatTemplateError
 

@@ -18,8 +18,9 @@ from tensordict import TensorDictBase
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.extras import ExtraKinds
 from torchrl_llm.envs.isolation import IsolatedEnv, kept_global_rng
+from torchrl_llm.envs.registry import EnvSource, resolve_env
 from torchrl_llm.envs.slots import Reply, SlotMachine
-from torchrl_llm.envs.text_env import EnvironmentUnavailableError, EnvSource, EnvSpec, resolve_env
+from torchrl_llm.envs.text_env import EnvironmentUnavailableError, EnvSpec
 from torchrl_llm.utils.options import ConfigError, Count
 
 __all__ = ["Game", "Seat", "SelfPlayEnv"]

@@ -1,10 +1,6 @@
-"""The protocol of text environments: :class:`TextEnv`, what it returns, how it fails, and where ids
-come from.
+"""The protocol of text environments: :class:`TextEnv`, what it returns, and how it fails.
 
-Any object with ``reset`` and ``step`` is a text environment. An id such as ``"world:coins"`` names
-one, if its family is registered (:func:`register_env_family`) or an installed package has it
-(:data:`FAMILY_GROUP`). GEM is such a family (:mod:`~torchrl_llm.envs.gem_catalog`); this module
-does not know it.
+Any object with ``reset`` and ``step`` is a text environment.
 """
 
 from __future__ import annotations
@@ -12,12 +8,10 @@ from __future__ import annotations
 import inspect
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torchrl_llm.envs.chat import compose_message
@@ -358,97 +352,3 @@ class EnvSpec:
         check_kinds(self.extras, self.name)
         if self.single_turn not in (None, True, False):
             raise TypeError(f"{self.name}: single_turn is {self.single_turn!r:.80}; expected True, False or None.")
-
-
-EnvSource = str | EnvSpec | Callable[..., TextEnv]
-"""What names a text environment: an id, a factory, or an :class:`EnvSpec`."""
-
-FAMILY_GROUP = "torchrl_llm.env_families"
-"""The group of entry points by which installed packages, this one too, offer families: each is a
-family's name and resolver.
-
-A family's module is imported when the first of its ids is resolved."""
-
-_families: dict[str, Callable[[str], EnvSpec]] = {}
-
-
-@cache
-def installed_families() -> dict[str, EntryPoint]:
-    """The families that installed packages offer, by name; read once in a process."""
-    return {each.name: each for each in entry_points(group=FAMILY_GROUP)}
-
-
-def register_env_family(name: str, resolve: Callable[[str], EnvSpec]) -> None:
-    """Let ids that begin with ``name:`` be environments, wherever an id is taken (``GEMEnv``,
-    settings, command line).
-
-    Ids of no family are GEM's, so a family that is named as a part of GEM's ids (``"game"``) hides
-    them. A package need not call this: its entry points of the group ``torchrl_llm.env_families``
-    are found.
-
-    Args:
-        name: of the family, without a colon. A family of that name is replaced, with a warning.
-        resolve: called with the whole id; returns an :class:`EnvSpec`, or raises
-            :class:`UnknownEnvironmentError`. Its ``make`` is sent to workers on Ray, so it must be
-            picklable there.
-
-    Raises:
-        ValueError: ``name`` is empty or holds a colon.
-
-    Examples:
-        >>> from torchrl_llm.testing.environments import Echo
-        >>> register_env_family("echo", lambda env_id: EnvSpec(env_id, lambda: Echo(turns=int(env_id[5:]))))
-        >>> resolve_env("echo:3").make().turns
-        3
-    """
-    if not name or ":" in name:
-        raise ValueError(f"The name of an environment family is {name!r}; expected text without a colon.")
-    if _families.get(name, resolve) is not resolve:
-        logger.warning("The environment family %r is registered again; its new resolver replaces the first.", name)
-    _families[name] = resolve
-
-
-def named_env(env: EnvSource | Sequence[str]) -> Any:
-    """The environment of one's own that an id names as ``"package.module:Name"``; ``None``: it is
-    an id of a family, which has no dot.
-
-    Raises:
-        EnvironmentUnavailableError: it cannot be imported.
-    """
-    if not isinstance(env, str) or "." not in env.partition(":")[0] or ":" not in env:
-        return None
-    try:
-        return resolve_name(env)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise EnvironmentUnavailableError(env, "It is no id of a family, and cannot be imported.", error) from error
-
-
-def resolve_env(env: EnvSource) -> EnvSpec:
-    """The environment that an id or a factory names.
-
-    Raises:
-        MissingGEMError: it is an id of no family, and GEM cannot be imported.
-        EnvironmentUnavailableError: an installed package offers its family, and that cannot be
-            imported.
-        UnknownEnvironmentError: no environment has this id; close matches are named.
-        TypeError: the family's resolver returned something else than an :class:`EnvSpec`.
-    """
-    if isinstance(env, EnvSpec):
-        return env
-    if not isinstance(env, str):
-        name = getattr(env, "__name__", type(env).__name__)
-        return EnvSpec(name, env, extras=getattr(env, "extras", {}), single_turn=getattr(env, "single_turn", None))
-    if (named := named_env(env)) is not None:
-        return replace(resolve_env(named), name=env)
-    family = env.partition(":")[0]
-    if family not in _families and (offered := installed_families().get(family)):
-        try:
-            _families[family] = offered.load()
-        except (ImportError, AttributeError) as error:
-            raise EnvironmentUnavailableError(
-                env, f"Its family is {offered.value!r}, and is not there.", error
-            ) from error
-    spec = _families.get(family, _families["gem"])(env)
-    if not isinstance(spec, EnvSpec):
-        raise TypeError(f"The environment family {family!r} resolved {env!r} to {spec!r:.80}; expected an EnvSpec.")
-    return spec

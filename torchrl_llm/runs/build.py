@@ -32,8 +32,8 @@ from torchrl_llm.collectors import (
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
 from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, SeenTasks, SelfPlayEnv, resolve_env
+from torchrl_llm.envs.registry import named_env
 from torchrl_llm.envs.tasks import Stream
-from torchrl_llm.envs.text_env import named_env
 from torchrl_llm.modules import ActorCritic, HFPolicy, PlayerPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.vllm.weights import TRANSFERS

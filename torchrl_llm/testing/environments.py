@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import numpy as np
 
 from torchrl_llm.envs.isolation import IsolatedEnv
-from torchrl_llm.envs.text_env import TextEnv, resolve_env
+from torchrl_llm.envs.registry import resolve_env
+from torchrl_llm.envs.text_env import TextEnv
 from torchrl_llm.testing.tabular import Outcome, Step
 
 Fault = Literal["raise", "nan", "malformed"]
