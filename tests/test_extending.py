@@ -227,7 +227,10 @@ class TestNamedInAFile:
         [
             ({f"{HERE}:Echo": {}}, "callbacks names .*:Echo.*expected a subclass of Callback"),
             ({f"{HERE}:Watch": 3}, "callbacks has .*:Watch: 3; expected a mapping"),
-            ({f"{HERE}:Watch": {"evry": 5}}, "callbacks has .*:Watch with .*evry.*and it says: .*unexpected keyword"),
+            (
+                {f"{HERE}:Watch": {"evry": 5}},
+                "callbacks names .*:Watch.*does not take its arguments: .*unexpected keyword.*evry",
+            ),
         ],
     )
     def test_what_is_wrong_with_a_callback(self, tmp_path, callbacks, said):

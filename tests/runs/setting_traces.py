@@ -19,12 +19,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from waiting import wait_until
 
 from torchrl_llm.envs import GEMEnv
-from torchrl_llm.objectives import ImitationWeights, ReBN
+from torchrl_llm.modules import TurnPolicy
+from torchrl_llm.objectives import ImitationWeights, LLMReinforceLoss, ReBN
 from torchrl_llm.runs import RunSettings, build, build_run, engines
 from torchrl_llm.runs import trackers as loggers
 from torchrl_llm.runs.device import make_accelerator
 from torchrl_llm.runs.recording import read_recording
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
+from torchrl_llm.trainers import Callback
 
 BASE = {
     "model_path": "tiny",
@@ -120,6 +122,51 @@ class Halved(ReBN):
         return super().compare(*args) / 2
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
+class Tempered(LLMReinforceLoss):
+    """A loss from outside the package, with an option of its own."""
+
+    strength: float = 0.5
+
+    def objective(self, log_ratio, advantage):
+        return super().objective(log_ratio, self.strength * advantage)
+
+
+class Wider(Halved):
+    """An option of its own."""
+
+    def __init__(self, *, width: float = 1.0, **options: Any):
+        super().__init__(**options)
+        self.width = width
+
+    def compare(self, *args):
+        return super().compare(*args) * self.width
+
+
+class Marker(Callback):
+    """Ends the run."""
+
+    def on_iteration(self, trainer, metrics):
+        trainer.stop_reason = "marked"
+
+
+class Silent(TurnPolicy):
+    """What engine_class names: it holds what it was made with."""
+
+    owns_weights = True
+
+    def __init__(self, path: str, tokenizer: Any, sampling: Any, *, seed: int, turns: int = 1):
+        super().__init__(sampling, seed=seed)
+        self.turns = turns
+
+    def generate(self, *args, **options):
+        raise NotImplementedError
+
+
+class Loud(Silent):
+    pass
+
+
 class Lighter(ImitationWeights):
     """Weights from outside the package."""
 
@@ -196,6 +243,12 @@ def hanging(config: RunSettings, env: Any) -> dict[str, Any]:
         return trained(config, env)
     finally:
         Slow.limited.clear()
+
+
+def made(config: RunSettings, env: Any) -> Any:
+    """The engine of a worker."""
+    made = engines.make_engine(config, load_tiny_tokenizer(), config.sampling, device=None)
+    return (type(made).__name__, vars(made).get("turns"))
 
 
 def built(config: RunSettings, env: Any) -> dict[str, Any]:

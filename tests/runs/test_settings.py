@@ -22,9 +22,13 @@ from setting_traces import (
     Half,
     Halved,
     Lighter,
+    Marker,
     Other,
     Rated,
+    Silent,
     Slow,
+    Tempered,
+    Wider,
     adapters,
     built,
     checkpoint,
@@ -36,6 +40,7 @@ from setting_traces import (
     hanging,
     idle,
     logged,
+    made,
     other_model,
     other_tokenizer,
     own_env,
@@ -66,6 +71,8 @@ MIXED = {"env": [Guess, Other]}
 PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 SHORT = {"max_output_tokens": 5, "batch_size": 16}
 VLLM = {"policy": "vllm", "run": engine}
+CUSTOM = {"policy": "custom", "engine_class": f"{Silent.__module__}:Silent", "run": made}
+TEMPERED = f"{Tempered.__module__}:Tempered"
 RAY = {"collector": "ray", "run": engine}
 STALE = {"collector": "async", "max_staleness": 1, "run": graded}
 AGAIN = {"prior": SAVED, **SAVED}
@@ -191,6 +198,8 @@ LAW: dict[str, list[Case]] = {
     "engine_process": of_vllm(True),
     "sleep_mode": [*of_vllm(True), idle(True, **VLLM | RAY)],
     "offload_base": [works(True, lora_r=2, **VLLM), idle(True)],
+    "engine_class": [works(f"{Silent.__module__}:Loud", **CUSTOM), idle(None, **CUSTOM), idle(f"{Silent.__module__}:Halved", **CUSTOM), idle("a:b")],
+    "engine_options": [works({"turns": 3}, **CUSTOM), idle({"turns": 3})],
     "weight_sync": [*of_vllm("reload"), idle("adapter", **VLLM), idle("reload", **VLLM | RAY), idle("nccl", **VLLM | RAY)],
     "collector": [works("async", run=built)],
     "opponent": [works("torchrl_llm.testing.take_away:take_well", collector="self_play", env=TakeAway, run=built), idle("tiny")],
@@ -275,6 +284,18 @@ LAW: dict[str, list[Case]] = {
         idle("no_such.package:Name"),
         idle("LLMPPOLoss"),
     ],
+    "loss_class": [
+        works(TEMPERED),
+        idle(TEMPERED, "LLMPPO"),
+        idle(f"{Tempered.__module__}:Nothing"),
+        idle(f"{Tempered.__module__}:Halved"),
+    ],
+    "loss_options": [works({"strength": 0.1}, loss_class=TEMPERED), idle({"strength": 0.1}), idle({"gamma": 0.1}, loss_class=TEMPERED)],
+    "estimator_options": [
+        works({"width": 3.0}, estimator=f"{Wider.__module__}:Wider"),
+        idle({"width": 3.0}),
+        idle({"wdth": 3.0}, estimator=f"{Wider.__module__}:Wider"),
+    ],
     "lmbda": [works(0.3, "LLMPPO"), idle(0.3), idle(7, "LLMPPO")],
     "critic_coeff": [works(5.0, "LLMPPO", max_grad_norm=1e3), idle(0.3)],
     "clip_value": [works(1e-3, "LLMPPO"), works(0.0, "LLMPPO", clip_value=1e-3), idle(0.3)],
@@ -327,6 +348,7 @@ LAW: dict[str, list[Case]] = {
     "resume_from": [works(checkpoint, max_iterations=1, save_checkpoints=True)],
     "accept_changes": [works(["max_iterations"], prior={**SAVED, "max_iterations": 1}, resume=True, **SAVED), idle(["seed"])],
     "overwrite": [works(True, **AGAIN)],
+    "callbacks": [works({f"{Marker.__module__}:Marker": {}}), idle({f"{Marker.__module__}:Other": {}})],
     "tensorboard": [works(True)],
     "wandb": [works(True, run=logged)],
     "wandb_project": [works("mine", wandb=True, run=logged), idle("mine")],

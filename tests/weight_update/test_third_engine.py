@@ -15,8 +15,26 @@ from trained import make_models, play, train
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, RayTurnCollector, TurnCollector
 from torchrl_llm.modules import EngineError, TokenScorer
+from torchrl_llm.runs import ConfigError, RunSettings, build_run
 from torchrl_llm.testing.tiny import load_tiny_model, tiny_model_path
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync, WeightSyncError, merged_tensors
+
+RUN = {
+    "model_path": "tiny",
+    "algo": "LLMREINFORCE",
+    "lora_r": 2,
+    "lr_actor": 1e-2,
+    "kl_coeff": 0.0,
+    "device": "cpu",
+    "batch_size": 8,
+    "num_envs": 4,
+    "max_model_len": 128,
+    "max_output_tokens": 8,
+    "max_iterations": 2,
+    "evaluation_interval": 0,
+    "save_checkpoints": False,
+    "progress": False,
+}
 
 
 def lockstep(models, engine):
@@ -105,6 +123,46 @@ class TestThirdEngine:
         collector = on_ray(models, make_engine(), partial(make_engine, Deaf))
         with pytest.raises(WeightSyncError, match="parity check found"):
             collector.rollout()
+
+    def run(self, tmp_path, **settings):
+        """A run whose settings file names the engine."""
+        (tmp_path / "run.yaml").write_text("policy: custom\nengine: {engine_class: third_engine:load}\n")
+        config = RunSettings.from_yaml(tmp_path / "run.yaml")
+        return build_run(config.replace(output_dir=tmp_path / "run", **RUN | settings))
+
+    @pytest.mark.parametrize("collector", ["turn", "async"])
+    def test_in_a_run(self, tmp_path, collector):
+        run = self.run(tmp_path, collector=collector)
+        assert type(run.policy).__name__ == "ThirdEngine"
+        history = run.trainer.train()
+        assert [metrics["policy/version"] for metrics in history] == [1, 2]
+        # What it samples with is what is trained: it got the weights of the first update.
+        assert all(metrics["policy/log_prob_gap"] < 1e-5 for metrics in history)
+        model = dict(merged_tensors(run.models.model, run.models.adapter))
+        start = load_tiny_model().state_dict()
+        assert any(not model[name].equal(start[name]) for name in start if name in model)
+
+    @pytest.mark.ray
+    def test_in_a_run_on_ray(self, tmp_path, cluster):
+        run = self.run(tmp_path, collector="ray", ray_workers=1, ray_worker_cpus=0.0)
+        assert len(run.trainer.train()) == 2
+        run.close()
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"engine_class": None}, 'policy="custom" needs engine_class'),
+            ({"engine_class": "third_engine:NoSuch"}, "engine_class names 'third_engine:NoSuch', which cannot be imported"),
+            ({"engine_class": "third_engine:dict_of"}, "engine_class='third_engine:dict_of' made a dict; expected a TurnPolicy"),
+        ],
+    )  # fmt: skip
+    def test_what_is_no_engine_is_refused(self, tmp_path, options, said):
+        with pytest.raises(ConfigError, match=said):
+            self.run(tmp_path, **options)
+
+    def test_weights_that_did_not_arrive_end_the_run(self, tmp_path):
+        with pytest.raises(WeightSyncError, match="parity check found"):
+            self.run(tmp_path, engine_options={"kind": "Deaf"}).trainer.train()
 
     def test_a_method_that_it_does_not_have_is_named(self):
         models = make_models(tiny_model_path())

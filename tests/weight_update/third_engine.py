@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
 
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import Generation, SamplingConfig, TurnPolicy, TurnResponse
@@ -130,6 +131,15 @@ class Deaf(ThirdEngine):
 
 def make_engine(kind=ThirdEngine):
     return kind(load_tiny_model(), load_tiny_tokenizer())
+
+
+def load(path, tokenizer, sampling, *, seed, kind="ThirdEngine"):
+    """What the setting engine_class names."""
+    return globals()[kind](AutoModelForCausalLM.from_pretrained(path), tokenizer, sampling, seed=seed)
+
+
+def dict_of(*args, **options):
+    return {}
 
 
 def make_env():

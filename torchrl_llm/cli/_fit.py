@@ -94,8 +94,8 @@ def _engine(config: RunSettings) -> Iterator[Finding]:
         "ray": "on workers of Ray",
         "self_play": "in this process, for all seats of a game",
     }
-    engine = "a vLLM engine" if config.policy == "vllm" else "transformers (HFPolicy)"
-    yield Finding("engine", "ok", f"{engine} samples, {where[config.collector]}")
+    engine = {"hf": "transformers (HFPolicy)", "vllm": "a vLLM engine", "custom": "an engine of your own"}
+    yield Finding("engine", "ok", f"{engine[config.policy]} samples, {where[config.collector]}")
     needed = {"vllm": config.policy == "vllm", "ray": config.collector == "ray"}
     needed |= {"wandb": config.output.wandb, "tensorboard": config.output.tensorboard}
     for package, needs in needed.items():

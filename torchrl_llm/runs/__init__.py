@@ -14,6 +14,7 @@ from torchrl_llm.runs.run import Run, build_run
 from torchrl_llm.runs.settings import (
     AsyncRollouts,
     ChatSettings,
+    CustomSettings,
     EngineSettings,
     EnvSettings,
     EvaluationSettings,
@@ -41,6 +42,7 @@ __all__ = [
     "ChatSettings",
     "CheckpointStore",
     "ConfigError",
+    "CustomSettings",
     "EngineSettings",
     "EnvSettings",
     "EvaluationSettings",

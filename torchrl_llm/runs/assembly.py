@@ -17,7 +17,7 @@ from torchrl.data import ReplayBuffer
 
 from torchrl_llm.collectors import EpisodeCollector
 from torchrl_llm.envs import GEMEnv, SeenTasks
-from torchrl_llm.modules import ActorCritic, TurnPolicy, VLLMPolicy
+from torchrl_llm.modules import ActorCritic, TurnPolicy
 from torchrl_llm.modules.kernels import Numerics
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.objectives import TurnLoss
@@ -171,7 +171,7 @@ class Networks(NamedTuple):
     one; how both sample."""
 
     models: ActorCritic
-    engine: VLLMPolicy | None
+    engine: TurnPolicy | None
     sampling: SamplingConfig
 
 

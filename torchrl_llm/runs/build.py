@@ -34,14 +34,14 @@ from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, SeenTasks, SelfPlayEnv, resolve_env
 from torchrl_llm.envs.registry import named_env
 from torchrl_llm.envs.tasks import Stream
-from torchrl_llm.modules import ActorCritic, HFPolicy, PlayerPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
+from torchrl_llm.modules import ActorCritic, HFPolicy, PlayerPolicy, TurnPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.vllm.weights import TRANSFERS
 from torchrl_llm.modules.weights import holds_adapter
 from torchrl_llm.objectives import TurnLoss
 from torchrl_llm.runs.config import ConfigError, RunSettings
 from torchrl_llm.runs.demonstrations import check_player, find_demonstrations, read_demonstrations
-from torchrl_llm.runs.engines import make_engine, serves_adapter, vllm_settings, worker_gpus
+from torchrl_llm.runs.engines import make_engine, serves_adapter, worker_gpus
 from torchrl_llm.runs.settings import (
     FORMATTER,
     AsyncRollouts,
@@ -56,7 +56,7 @@ from torchrl_llm.stops import response_end_ids
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import evaluate
-from torchrl_llm.utils.named import find_class
+from torchrl_llm.utils.named import call_named, find_class
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
 _PARITY_LENGTH = 257
@@ -182,7 +182,7 @@ def load_models(
 
 
 def make_policy(
-    config: RunSettings, tokenizer: Any, sampling: SamplingConfig, models: ActorCritic, engine: VLLMPolicy | None
+    config: RunSettings, tokenizer: Any, sampling: SamplingConfig, models: ActorCritic, engine: TurnPolicy | None
 ) -> tuple[TurnPolicy, EngineWeightSync | RayWeightSync | None]:
     """The policy of this process, and the weight sync of engines that hold weights of their own.
 
@@ -196,14 +196,14 @@ def make_policy(
     if engine is not None:
         # Level 1: level 2 drops the base weights, which a sync of the adapter does not bring back.
         sync_options: Any = {
-            "method": vllm_settings(config).weight_sync or "auto",
+            "method": (isinstance(config.engine, VLLMSettings) and config.engine.weight_sync) or "auto",
             "sleep_level": 1 if config.engine.sleeps else 0,
         }
         return engine, EngineWeightSync(models.model, models.adapter, policy=engine, **sync_options)
     policy = _model_policy(config, tokenizer, sampling, models)
     if config.collector != "ray":
         return policy, None
-    merged = True if config.policy == "vllm" and not serves_adapter(config) else None
+    merged = True if config.engine.owns_weights and not serves_adapter(config) else None
     # An engine needs room for one token after a prompt.
     length = min(_PARITY_LENGTH, config.env.max_model_len - 1)
     return policy, RayWeightSync(models.model, models.adapter, policy=policy, merged=merged, parity_length=length)
@@ -243,7 +243,7 @@ def _worker_policy(
     """
     # Ray shows what workers print: each would draw its bar into the output of the run.
     disable_progress_bar()
-    if config.policy == "vllm":
+    if config.engine.owns_weights:
         return make_engine(config, tokenizer, sampling, device=None)
     models = load_actor_critic(
         model_path(config),
@@ -374,10 +374,7 @@ def make_callbacks(config: RunSettings) -> list[Callback]:
         kind = find_class("callbacks", name, Callback)
         if not isinstance(arguments, Mapping | None):
             raise ConfigError(f"callbacks has {name}: {arguments!r}; expected a mapping of its arguments, or null.")
-        try:
-            made.append(kind(**arguments or {}))
-        except TypeError as error:
-            raise ConfigError(f"callbacks has {name} with {arguments}, and it says: {error}.") from error
+        made.append(call_named("callbacks", name, kind, **arguments or {}))
     return made
 
 

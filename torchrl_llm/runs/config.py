@@ -26,6 +26,7 @@ from torchrl_llm.runs.settings import (
     Algorithm,
     AsyncRollouts,
     ChatSettings,
+    CustomSettings,
     EnvSettings,
     EvaluationSettings,
     HFSettings,
@@ -87,8 +88,8 @@ _FOR_THIS_START = ("resume", "resume_from", "accept_changes", "overwrite")
 start."""
 
 _MOST_SLOTS = 256
-"""Environments of a process by default where vLLM samples, as in other systems: its step takes
-about as long for 256 as for 16."""
+"""Environments of a process by default where an engine samples, as in other systems: a step of
+vLLM's takes about as long for 256 as for 16."""
 
 PYTHON_PARTS = ("env", "make_env", "make_loss")
 """Arguments of ``build_run`` that a run depends on as on its settings; ``accept_changes`` may name
@@ -120,7 +121,7 @@ class RunSettings(Sectioned):
     env: EnvSettings = field(default_factory=EnvSettings)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollouts: TurnRollouts | AsyncRollouts | RayRollouts | SelfPlayRollouts = field(default_factory=TurnRollouts)
-    engine: HFSettings | VLLMSettings = field(default_factory=HFSettings)
+    engine: HFSettings | VLLMSettings | CustomSettings = field(default_factory=HFSettings)
     loss: LLMPPO | LLMREINFORCE | GRPO | SFT = field(default_factory=LLMPPO)
     optim: OptimSettings = field(default_factory=OptimSettings)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -137,10 +138,10 @@ class RunSettings(Sectioned):
         return cast(Algorithm, self.loss.known_as)
 
     @property
-    def policy(self) -> Literal["hf", "vllm"]:
-        """What samples, the class of ``engine``: "hf", the model itself, or "vllm", an engine that
-        gets the weights after every update."""
-        return cast(Literal["hf", "vllm"], self.engine.known_as)
+    def policy(self) -> Literal["hf", "vllm", "custom"]:
+        """What samples, the class of ``engine``: "hf", the model itself, "vllm", an engine that
+        gets the weights after every update, or "custom", one of your own."""
+        return cast(Literal["hf", "vllm", "custom"], self.engine.known_as)
 
     @property
     def collector(self) -> Literal["turn", "async", "ray", "self_play"]:
@@ -161,8 +162,8 @@ class RunSettings(Sectioned):
         if self.output.resume and self.output.overwrite:
             yield "resume continues a run and overwrite starts a new one: give one of them."
         values = self.values()
-        for name in ("chat_template_kwargs", "env_options", "loss_options", "estimator_options"):
-            if not _kept_by_json(value := values[name]):
+        for name in ("chat_template_kwargs", "env_options", "loss_options", "estimator_options", "engine_options"):
+            if not _kept_by_json(value := values.get(name)):
                 yield (
                     f"{name} is {value!r}; expected text keys, and values that JSON has (lists, not tuples), because "
                     "checkpoints keep the settings."
@@ -375,7 +376,7 @@ class RunSettings(Sectioned):
             (16, 64)
         """
         share = self.rollouts.batch_size // (processes * self.rollouts.num_collectors)
-        most = min(_MOST_SLOTS, share) if self.policy == "vllm" else 16
+        most = min(_MOST_SLOTS, share) if self.engine.owns_weights else 16
         started = self.rollouts.num_started
         return most - most % started or started
 

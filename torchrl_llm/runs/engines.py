@@ -1,5 +1,5 @@
-"""The vLLM engine of a run, in this process or on a worker: which GPUs it takes, and which share of
-their memory."""
+"""The engine of a run, in this process or on a worker; of vLLM's which GPUs it takes, and which
+share of their memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from torchrl_llm.modules import SamplingConfig, VLLMPolicy
+from torchrl_llm.modules import SamplingConfig, TurnPolicy, VLLMPolicy
 from torchrl_llm.modules.vllm.weights import TRANSFERS
 from torchrl_llm.runs.config import ConfigError, RunSettings
-from torchrl_llm.runs.settings import RayRollouts, VLLMSettings
+from torchrl_llm.runs.settings import CustomSettings, RayRollouts, VLLMSettings
 from torchrl_llm.runs.sources import model_path
 from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.utils.named import call_named, find_named
 
 _SETTINGS = (
     *("seed", "max_model_len", "trust_remote_code"),
@@ -27,7 +28,7 @@ which needs room for weights, gradients, optimizer and activations."""
 
 def start_engine(
     config: RunSettings, tokenizer: Any, sampling: SamplingConfig, distributed: Distributed, device: torch.device
-) -> VLLMPolicy | None:
+) -> TurnPolicy | None:
     """The engine of this process; ``None`` where there is none.
 
     It starts before the trainer's model is loaded: vLLM asks for its whole share at once, and
@@ -40,17 +41,16 @@ def start_engine(
     Raises:
         ConfigError: several processes, each with an engine on several GPUs.
     """
-    settings = config.engine
-    if not isinstance(settings, VLLMSettings) or config.collector == "ray":
+    if not config.engine.owns_weights or config.collector == "ray":
         return None
-    size = settings.tensor_parallel_size or 1
-    if size > 1 and distributed.world_size > 1 and settings.weight_sync != "nccl":
+    size = engine_size(config)
+    if size > 1 and distributed.world_size > 1 and vllm_settings(config).weight_sync != "nccl":
         raise ConfigError(
             f"tensor_parallel_size is {size}, and each of {distributed.world_size} training processes has an engine, on its own GPU: "
             "expected 1, or one process, weight_sync='nccl' (engines on other GPUs), or collector='ray'."
         )
     engine = make_engine(config, tokenizer, sampling, device=device, processes=distributed.world_size)
-    if settings.sleep_mode:
+    if config.engine.sleeps:
         engine.sleep(1)
     return engine
 
@@ -63,8 +63,8 @@ def vllm_settings(config: RunSettings) -> VLLMSettings:
 
 
 def engine_size(config: RunSettings) -> int:
-    """The number of GPUs of an engine."""
-    return vllm_settings(config).tensor_parallel_size or 1
+    """The number of GPUs of an engine, as far as it is known."""
+    return (isinstance(config.engine, VLLMSettings) and config.engine.tensor_parallel_size) or 1
 
 
 def worker_gpus(config: RunSettings) -> float | None:
@@ -74,13 +74,19 @@ def worker_gpus(config: RunSettings) -> float | None:
 
 def make_engine(
     config: RunSettings, tokenizer: Any, sampling: SamplingConfig, *, device: torch.device | None, processes: int = 1
-) -> VLLMPolicy:
+) -> TurnPolicy:
     """An engine.
 
     Args:
         device: of the trainer, if it is in this process; ``None`` on a worker of Ray.
         processes: training processes.
+
+    Raises:
+        ConfigError: ``engine_class`` cannot be imported, or makes no policy with weights of its
+            own.
     """
+    if isinstance(config.engine, CustomSettings):
+        return _custom_engine(config.engine, config, tokenizer, sampling)
     settings = vllm_settings(config)
     transfer: Any = settings.weight_sync if settings.weight_sync in TRANSFERS else None
     given = config.values()
@@ -99,6 +105,20 @@ def make_engine(
         device_ids=engine_gpus(config, device, processes),
         **options,
     )
+
+
+def _custom_engine(
+    settings: CustomSettings, config: RunSettings, tokenizer: Any, sampling: SamplingConfig
+) -> TurnPolicy:
+    name = str(settings.engine_class)
+    make = find_named("engine_class", name, "a TurnPolicy, or a function that returns one")
+    given = (model_path(config), tokenizer, sampling)
+    engine = call_named("engine_class", name, make, *given, seed=config.trainer.seed, **settings.engine_options)
+    if not (isinstance(engine, TurnPolicy) and engine.owns_weights):
+        raise ConfigError(
+            f"engine_class={name!r} made a {type(engine).__name__}; expected a TurnPolicy with owns_weights = True."
+        )
+    return engine
 
 
 def engine_share(config: RunSettings, device: torch.device | None) -> float:
@@ -155,7 +175,10 @@ def engine_gpus(config: RunSettings, device: torch.device | None, processes: int
 
 
 def serves_adapter(config: RunSettings) -> bool:
-    """Whether the engine serves the adapter beside the base model."""
+    """Whether the engine serves the adapter beside the base model; one of one's own on a worker
+    gets whole weights."""
+    if isinstance(config.engine, CustomSettings):
+        return False
     # On CPUs vLLM generates faster with merged weights; its kernels for adapters on GPUs know no
     # float32.
     settings = vllm_settings(config)

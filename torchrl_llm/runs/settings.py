@@ -222,8 +222,8 @@ class EnvSettings(Checked):
     batches."""
     num_envs: Count | None = None
     """Environments that run side by side, in each process and in each of its workers on Ray. None
-    takes 16, and with policy="vllm", which generates for many at a time, as many as it collects
-    episodes of a batch, up to 256. A resumed run keeps its number."""
+    takes 16, and with an engine (policy="vllm"), which generates for many at a time, as many as it
+    collects episodes of a batch, up to 256. A resumed run keeps its number."""
     max_turns: Count | None = None
     """Our own cap on turns (truncation); None leaves it to the environment."""
     max_model_len: Count = 1024
@@ -244,6 +244,9 @@ class EngineSettings(Alternative):
         ("compile_decode", "sleep_mode", "engine_process", "offload_base"), False
     )
 
+    owns_weights: ClassVar[bool] = True
+    """Whether it has weights of its own, which are brought to it after every update."""
+
     @property
     def sleeps(self) -> bool:
         """Whether it gives its memory to the trainer during updates."""
@@ -255,6 +258,7 @@ class HFSettings(EngineSettings):
     """The trained model itself (transformers)."""
 
     known_as = "hf"
+    owns_weights = False
 
     compile_decode: bool = False
     """torch.compile the forward of a sampled token, in the first turn of a run; changes results by
@@ -307,6 +311,20 @@ class VLLMSettings(EngineSettings):
     @property
     def sleeps(self) -> bool:
         return bool(self.sleep_mode)
+
+
+@dataclass(kw_only=True)
+class CustomSettings(EngineSettings):
+    """An engine of one's own, which gets the weights after every update."""
+
+    known_as = "custom"
+
+    engine_class: str | None = None
+    """What makes the engine, a TurnPolicy with weights of its own, as "package.module:Name": it is
+    called with the path of the model, the tokenizer, the sampling settings, seed= and
+    engine_options, on workers on Ray too."""
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of engine_class."""
 
 
 @dataclass(kw_only=True)

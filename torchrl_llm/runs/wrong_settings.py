@@ -11,7 +11,7 @@ from typing import Any
 
 from torchrl_llm.objectives import GroupRelative, TurnLoss
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator
-from torchrl_llm.runs.settings import RayRollouts, TurnRollouts, VLLMSettings
+from torchrl_llm.runs.settings import CustomSettings, RayRollouts, TurnRollouts, VLLMSettings
 from torchrl_llm.utils.options import options_of
 
 
@@ -130,8 +130,10 @@ def wrong_trees(config: Any) -> Iterator[str]:
 
 
 def wrong_engine(config: Any) -> Iterator[str]:
-    """What is wrong with how vLLM's engine gets its weights and its memory."""
+    """What is wrong with how an engine gets its weights and its memory."""
     engine, rollouts = config.engine, config.rollouts
+    if isinstance(engine, CustomSettings) and engine.engine_class is None:
+        yield 'policy="custom" needs engine_class, what makes the engine: "package.module:Name".'
     if not isinstance(engine, VLLMSettings):
         return
     if rollouts.staleness and engine.sleep_mode:

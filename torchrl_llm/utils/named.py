@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any
 
@@ -41,3 +42,18 @@ def find_class(setting: str, name: str, base: type, expected: str = '"package.mo
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(f"{setting} names {name!r}, which is {found!r}; expected a subclass of {base.__name__}.")
     return found
+
+
+def call_named(setting: str, name: str, found: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What ``found`` returns for these arguments.
+
+    Args:
+        setting, name: what named it, for messages.
+
+    Raises:
+        ConfigError: it does not take them.
+    """
+    try:
+        return found(*args, **options)
+    except TypeError as error:
+        raise ConfigError(f"{setting} names {name!r}, which does not take its arguments: {error}") from error
