@@ -125,6 +125,21 @@ HERE = "tests.test_extending"
 """The package of this module, from the root of the repository."""
 
 
+class WithBaseline(LLMReinforceLoss):
+    """A baseline for each turn, which is learned with the policy: its own parameter."""
+
+    def __init__(self, actor, *, turns: int = 8, **options):
+        super().__init__(actor, **options)
+        self.baseline = torch.nn.Parameter(torch.zeros(turns))
+
+    def terms(self, rows, scored):
+        turn_ids, advantage = rows["turn_ids"], rows["advantage"]
+        baseline = self.baseline[turn_ids.clamp(0, len(self.baseline) - 1)]
+        less = rows.copy().set("advantage", torch.where(turn_ids >= 0, advantage - baseline.detach(), 0.0))
+        error = (rows["loss_weight"] * (advantage - baseline) ** 2).sum()
+        return super().terms(less, scored) | {"loss_baseline": error}
+
+
 @pytest.fixture
 def from_root(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
@@ -221,6 +236,36 @@ class TestNamedInAFile:
         assert run.final_evaluation().episodes > 0
         with pytest.raises(ConfigError, match=r"env_weights=\[1\.0\] does nothing with PromptDatasetEnv"):
             build_run(config.replace(env_weights=[1.0]))
+
+    def test_parameters_of_a_loss_are_trained_and_continue(self, tmp_path):
+        text = f"""\
+            algo: LLMREINFORCE
+            loss:
+              loss_class: {HERE}:WithBaseline
+              loss_options: {{turns: 4}}
+              kl_coeff: 0.0
+              normalize_over: none
+            optim:
+              lr_loss: 0.05
+            """
+        saved = {"save_checkpoints": True, "checkpoint_interval": 1}
+        run = build_run(self.settings(tmp_path, text, **saved, max_iterations=3))
+        history = run.trainer.train()
+        learned = run.trainer.loss.baseline.detach().clone()
+        assert learned.shape == (4,)
+        assert learned[0] > 0.05  # the returns are positive
+        assert all(metrics["optim/grad_norm_loss"] > 0 for metrics in history)
+        assert 0 < history[0]["optim/lr_loss"] <= 0.05
+        more = saved | {"resume": True, "max_iterations": 4, "accept_changes": ["max_iterations"]}
+        run = build_run(self.settings(tmp_path, text, **more))
+        assert run.trainer.loss.baseline.detach().equal(learned)
+        assert "exp_avg" in run.trainer.optimizer.state[run.trainer.loss.baseline]
+        run.trainer.train()
+        assert not run.trainer.loss.baseline.detach().equal(learned)
+
+    def test_a_rate_of_parameters_that_there_are_not(self, tmp_path):
+        with pytest.raises(ConfigError, match=r"lr_loss=0\.1 does nothing: the loss has no parameters of its own"):
+            small_run(tmp_path, settings={"lr_loss": 0.1})
 
     @pytest.mark.parametrize(
         ("callbacks", "said"),

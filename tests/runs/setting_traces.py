@@ -132,6 +132,17 @@ class Tempered(LLMReinforceLoss):
         return super().objective(log_ratio, self.strength * advantage)
 
 
+class Biased(LLMReinforceLoss):
+    """A parameter of its own, which is added to the objective."""
+
+    def __init__(self, actor: Any, **options: Any):
+        super().__init__(actor, **options)
+        self.bias = torch.nn.Parameter(torch.ones(()))
+
+    def objective(self, log_ratio, advantage):
+        return self.bias * super().objective(log_ratio, advantage)
+
+
 class Wider(Halved):
     """An option of its own."""
 

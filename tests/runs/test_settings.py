@@ -16,6 +16,7 @@ import pytest
 from setting_traces import (
     ADAPTERS,
     BASE,
+    Biased,
     Case,
     Failing,
     Guess,
@@ -334,6 +335,7 @@ LAW: dict[str, list[Case]] = {
     # the optimizer
     "lr_actor": [works(1e-3)],
     "lr_critic": [works(1e-3, "LLMPPO"), idle(1e-3)],
+    "lr_loss": [works(1e-3, loss_class=f"{Biased.__module__}:Biased"), idle(1e-3)],
     "weight_decay": [works(0.5)],
     "adam_beta2": [works(0.5)],
     # the run

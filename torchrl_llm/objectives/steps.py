@@ -6,15 +6,26 @@ from __future__ import annotations
 import logging
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_llm.objectives.base import TurnLoss
 from torchrl_llm.utils.options import ConfigError
 
 logger = logging.getLogger(__name__)
 
-GROUPS = ("actor", "critic")
-"""The parameter groups of an optimizer, by their place."""
+
+def own_parameters(loss: TurnLoss) -> list[nn.Parameter]:
+    """The trainable parameters that a loss and its estimator have beside actor and critic."""
+    networks = [network for network in (loss.actor_network, loss.critic_network) if network is not None]
+    theirs = {id(parameter) for network in networks for parameter in network.parameters()}
+    return [each for each in loss.parameters() if each.requires_grad and id(each) not in theirs]
+
+
+def group_names(loss: TurnLoss) -> tuple[str, ...]:
+    """The names of the parameter groups of an optimizer, by their place: ``"actor"``, ``"critic"``
+    if there is one, and ``"loss"`` for parameters of its own."""
+    critic = () if loss.critic_network is None else ("critic",)
+    return ("actor", *critic, *(("loss",) if own_parameters(loss) else ()))
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[Tensor]:
@@ -70,14 +81,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, loss: TurnLoss) -> None:
     Weights in half precision that it steps without a float32 copy are warned of.
 
     Args:
-        optimizer: the actor's parameters are its first group, the critic's, if any, its second.
+        optimizer: its groups are those of :func:`group_names`.
         loss: whose trainable parameters it is to have.
 
     Raises:
         ConfigError: says how many parameters are wrong or missing, and what to do.
     """
     _warn_of_half_weights(optimizer)
-    groups, names = len(optimizer.param_groups), GROUPS if loss.critic_network is not None else GROUPS[:1]
+    groups, names = len(optimizer.param_groups), group_names(loss)
     if groups > len(names):
         raise ConfigError(
             f"The optimizer has {groups} groups of parameters; expected {' and '.join(f'one for the {name}' for name in names)}: "
@@ -92,8 +103,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, loss: TurnLoss) -> None:
         raise ConfigError(
             f"The optimizer steps {len(stepped - trained.keys())} parameters that are none of {type(loss).__name__}'s "
             f"trainable ones, and leaves out {len(idle)} that are{f' ({listed})' if idle else ''}. Make the loss of the networks "
-            "whose parameters the optimizer has (build_run: models.actor and models.critic), and set requires_grad_(False) on "
-            "what is not to be trained."
+            "whose parameters the optimizer has (build_run: models.actor and models.critic), give parameters of the loss's own "
+            "as the last group, and set requires_grad_(False) on what is not to be trained."
         )
 
 

@@ -39,6 +39,7 @@ from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.vllm.weights import TRANSFERS
 from torchrl_llm.modules.weights import holds_adapter
 from torchrl_llm.objectives import TurnLoss
+from torchrl_llm.objectives.steps import own_parameters
 from torchrl_llm.runs.config import ConfigError, RunSettings
 from torchrl_llm.runs.demonstrations import check_player, find_demonstrations, read_demonstrations
 from torchrl_llm.runs.engines import make_engine, serves_adapter, worker_gpus
@@ -316,13 +317,24 @@ def make_objective(config: RunSettings, models: ActorCritic) -> TurnLoss:
     return config.make_loss(models.actor, models.critic, models.joint)
 
 
-def make_optimizer(config: RunSettings, models: ActorCritic) -> torch.optim.Optimizer:
-    """AdamW with one parameter group for the actor and, if there is one, a second for the
-    critic."""
+def make_optimizer(config: RunSettings, models: ActorCritic, loss: TurnLoss | None = None) -> torch.optim.Optimizer:
+    """AdamW with a parameter group for the actor and, if there are any, one for the critic and one
+    for the parameters that ``loss`` has of its own.
+
+    Raises:
+        ConfigError: ``lr_loss`` is given, and it has none.
+    """
     groups: list[dict[str, Any]] = [{"params": list(models.actor_parameters()), "lr": config.optim.lr_actor}]
     if models.critic is not None:
         lr = config.optim.lr_actor if config.optim.lr_critic is None else config.optim.lr_critic
         groups.append({"params": list(models.critic_parameters()), "lr": lr})
+    if loss is not None and (own := own_parameters(loss)):
+        lr = config.optim.lr_actor if config.optim.lr_loss is None else config.optim.lr_loss
+        groups.append({"params": own, "lr": lr})
+    elif config.optim.lr_loss is not None:
+        raise ConfigError(
+            f"lr_loss={config.optim.lr_loss} does nothing: the loss has no parameters of its own. Leave it out."
+        )
     return torch.optim.AdamW(groups, **adamw_options(config))
 
 

@@ -400,7 +400,7 @@ class RunSettings(Sectioned):
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     RunSettings(optim=OptimSettings(lr_actor=1e-4)).save(path := f"{folder}/config.yaml")
             ...     RunSettings.from_yaml(path).optim
-            OptimSettings(lr_actor=0.0001, lr_critic=None, weight_decay=0.0, adam_beta2=0.999)
+            OptimSettings(lr_actor=0.0001, lr_critic=None, lr_loss=None, weight_decay=0.0, adam_beta2=0.999)
         """
         return cls.from_values(**dict(read_settings(Path(path), cls)))
 

@@ -184,7 +184,7 @@ class Run:
         if load_optimizer:
             optimizer.load_state_dict(states["optimizer"])
         elif merge_lora_configs:
-            self.trainer.replace_optimizer(build.make_optimizer(self.config, self.models))
+            self.trainer.replace_optimizer(build.make_optimizer(self.config, self.models, self.trainer.loss))
         if self.weight_sync is None:
             self.policy.weights_changed()
         else:
@@ -255,7 +255,7 @@ def build_run(
             replay_buffer=rollouts.replay_buffer,
             policy=rollouts.policy,
             loss=loss,
-            optimizer=build.make_optimizer(config, networks.models),
+            optimizer=build.make_optimizer(config, networks.models, loss),
             config=config.trainer,
             reference=reference,
             weight_sync=rollouts.weight_sync,

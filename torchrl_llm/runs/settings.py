@@ -473,6 +473,8 @@ class OptimSettings(Checked):
     """Learning rate of the policy."""
     lr_critic: NonNegative | None = None
     """Learning rate of the critic (LLMPPO); None takes lr_actor."""
+    lr_loss: NonNegative | None = None
+    """Learning rate of parameters that loss or estimator have of their own; None takes lr_actor."""
     weight_decay: NonNegative = 0.0
     """AdamW's."""
     # PyTorch's default. 0.99 is better for LLMPPO and GRPO on GuessTheNumber, and worse for

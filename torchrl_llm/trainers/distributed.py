@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchrl_llm import keys
 from torchrl_llm.data import cat_rows, zero_weight_rows
 from torchrl_llm.metrics.rollouts import COUNTS
-from torchrl_llm.objectives import merge
+from torchrl_llm.objectives import TurnLoss, merge
+from torchrl_llm.objectives.steps import own_parameters
 from torchrl_llm.trainers.fsdp import ShardedModule, full_on_cpu, replace_parameters
 from torchrl_llm.utils.accelerated import check_accumulation, check_plugin, device_of, fsdp_plugin, picklable, place
 from torchrl_llm.utils.options import ConfigError
@@ -327,6 +328,11 @@ class FSDP2(Several):
         return self._prepared
 
     def prepare(self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module) -> Prepared:
+        if isinstance(loss, TurnLoss) and (own := own_parameters(loss)):
+            raise ConfigError(
+                f"{type(loss).__name__} or its estimator has {len(own)} parameters of its own, which FSDP2 does not train: use DDP, or "
+                "one process."
+            )
         # Sharding replaces the parameters that the optimizer was made with.
         old = dict(loss.named_parameters())
         mesh = init_device_mesh(self.accelerator.device.type, (self.world_size,))

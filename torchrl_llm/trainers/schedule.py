@@ -4,11 +4,10 @@ KL, evaluations, checkpoints and end."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from torchrl_llm.objectives.steps import GROUPS
 from torchrl_llm.trainers.config import TrainerConfig
 from torchrl_llm.utils.options import ConfigError
 
@@ -26,10 +25,11 @@ class LearningRateSchedule:
         optimizer: the schedule scales its present rates.
         config: ``max_steps``, ``warmup_fraction``, ``schedule``, ``min_lr_fraction`` and
             ``lr_decay_fraction``.
+        names: of the optimizer's groups (:func:`~torchrl_llm.objectives.steps.group_names`).
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: TrainerConfig) -> None:
-        self.optimizer, self.config = optimizer, config
+    def __init__(self, optimizer: torch.optim.Optimizer, config: TrainerConfig, names: Sequence[str]) -> None:
+        self.optimizer, self.config, self.names = optimizer, config, names
         # Kept here, because the rates in a checkpoint's optimizer belong to its last update,
         # scaled.
         self._rates = [group["lr"] for group in optimizer.param_groups]
@@ -42,7 +42,7 @@ class LearningRateSchedule:
 
     def metrics(self) -> dict[str, float]:
         """The rates now."""
-        return {f"optim/lr_{name}": g["lr"] for name, g in zip(GROUPS, self.optimizer.param_groups, strict=False)}
+        return {f"optim/lr_{name}": g["lr"] for name, g in zip(self.names, self.optimizer.param_groups, strict=False)}
 
 
 def lr_factor(config: TrainerConfig, before: int, after: int) -> float:

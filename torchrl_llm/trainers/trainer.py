@@ -34,6 +34,7 @@ from torchrl_llm.modules import TokenScorer
 from torchrl_llm.modules.kernels import Numerics
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.objectives import TurnLoss
+from torchrl_llm.objectives.steps import group_names
 from torchrl_llm.trainers import schedule
 from torchrl_llm.trainers.callbacks import Callback, RunStore
 from torchrl_llm.trainers.config import TrainerConfig, wrong_settings
@@ -155,7 +156,7 @@ class LLMTrainer:
         self.rollouts.interruptible = partial(interruptible, all_reduce_max=self.distributed.all_reduce_max)
         self.env_names: tuple[str, ...] = self.rollouts.env_names
         # Not through accelerate, which steps a scheduler once for each process.
-        self.schedule = schedule.LearningRateSchedule(optimizer, config)
+        self.schedule = schedule.LearningRateSchedule(optimizer, config, group_names(loss))
         self.updater = self._make_update(optimizer)
         self.scorer = Credit(
             loss,
@@ -227,7 +228,7 @@ class LLMTrainer:
                 continues with the old one.
         """
         self.distributed.check_replaceable()
-        rates = schedule.LearningRateSchedule(optimizer, self.config)
+        rates = schedule.LearningRateSchedule(optimizer, self.config, group_names(self.loss))
         # Before anything is assigned: it may refuse the optimizer.
         updater = self._make_update(optimizer)
         updater.skipped_in_a_row = self.skipped_in_a_row

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 
 import torch
 from accelerate import Accelerator
@@ -15,7 +16,7 @@ from torchrl_llm import data, keys
 from torchrl_llm.metrics.rollouts import checked_metrics, loss_metric
 from torchrl_llm.modules.positions import prefix_cost
 from torchrl_llm.objectives import TurnLoss, total, write_loss_weights
-from torchrl_llm.objectives.steps import GROUPS, check_optimizer, clip_gradients
+from torchrl_llm.objectives.steps import check_optimizer, clip_gradients, group_names
 from torchrl_llm.trainers.config import TrainerConfig, wrong_warmup
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.fsdp import full_on_cpu
@@ -101,6 +102,7 @@ class Update:
         self.logprobs_match_trainer = logprobs_match_trainer or (lambda: not self.distributed.autocasts)
         self.on_step = on_step
         self.skipped_in_a_row = self.iteration = self._next_iteration = 0
+        self.group_names = group_names(loss)
         # Before sharding, which fails with a KeyError on a parameter that is none of the loss's.
         check_optimizer(optimizer, loss)
         for problem in wrong_warmup(self.config, loss, num_groups=len(optimizer.param_groups)):
@@ -280,12 +282,19 @@ class Update:
         if self.warms_up_critic:
             # None and not zeros, which AdamW would step with its moments and weight decay. A trunk
             # that actor and critic share is in the actor's group, and keeps still too.
-            for parameter in self.optimizer.param_groups[0]["params"]:
+            others = [
+                group
+                for name, group in zip(self.group_names, self.optimizer.param_groups, strict=False)
+                if name != "critic"
+            ]
+            for parameter in chain.from_iterable(group["params"] for group in others):
                 parameter.grad = None
         # Once for all groups: a gradient scaler refuses to unscale twice.
         self.distributed.accelerator.unscale_gradients(self.optimizer)
         norms = clip_gradients(self.optimizer, self.config.max_grad_norm)
-        return {f"optim/grad_norm_{name}": full_on_cpu(norm) for name, norm in zip(GROUPS, norms, strict=False)}
+        return {
+            f"optim/grad_norm_{name}": full_on_cpu(norm) for name, norm in zip(self.group_names, norms, strict=False)
+        }
 
     def log_prob_gap(self, batch: TensorDictBase, first_step: Mapping[str, Tensor]) -> dict[str, float]:
         """The mean difference of the log-probs of scorer and sampler before the update; nothing for
