@@ -102,6 +102,7 @@ REPLAYED = {
     },
     "GRPO": {"algo": "GRPO", "kl_coeff": 0.05, "refresh_reference": 1},
     "GRPO-LoRA": {"algo": "GRPO", "kl_coeff": 0.05, "lora_r": 4, "refresh_reference": 1},
+    "own-parameters": {"algo": "LLMREINFORCE", "loss_class": "ranks_run:Biased", "kl_coeff": 0.05, "lr_loss": 0.1},
 }
 REPLAY = {"dtype": "float64", "epochs": 1, "warmup_fraction": 0.0, "evaluation_interval": 0}
 UNEVEN = {
@@ -144,6 +145,17 @@ HALF = {
     "LoRA-bfloat16": {"algo": "LLMPPO", "dtype": "bfloat16", "lora_r": 4, "max_iterations": 2},
 }
 RESUMED = {"algo": "LLMPPO", "dtype": "float32", "checkpoint_interval": 1, "overwrite": False, "resume": True}
+
+
+class Biased(LLMReinforceLoss):
+    """A loss with a parameter of its own."""
+
+    def __init__(self, actor, **options):
+        super().__init__(actor, **options)
+        self.bias = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def objective(self, log_ratio, advantage):
+        return self.bias * super().objective(log_ratio, advantage)
 
 
 class Die(Callback):

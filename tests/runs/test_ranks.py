@@ -208,7 +208,10 @@ class TestSettings:
 class TestReplayed:
     """The same rows, learned from by one process and by two."""
 
-    RUNS: ClassVar = {"ddp": ["LLMPPO-LoRA", "LLMREINFORCE", "GRPO"], "fsdp2": list(ranks_run.REPLAYED)}
+    RUNS: ClassVar = {
+        "ddp": ["LLMPPO-LoRA", "LLMREINFORCE", "GRPO", "own-parameters"],
+        "fsdp2": [name for name in ranks_run.REPLAYED if name != "own-parameters"],
+    }
 
     @pytest.fixture(scope="class")
     def where(self, tmp_path_factory):
@@ -240,6 +243,10 @@ class TestReplayed:
             assert difference(first[what], second[what]) == 0
             assert difference(alone[what], first[what]) < 1e-9
         same_figures(alone["metrics"], first["metrics"])
+
+    def test_parameters_of_a_loss_are_trained(self, one):
+        assert abs(one["own-parameters"]["gradient"]["bias"]) > 1e-4
+        assert one["own-parameters"]["metrics"]["optim/grad_norm_loss"] > 0
 
     def test_a_step_was_shortened(self, one):
         assert one["LLMREINFORCE"]["metrics"]["optim/step_share"] < 1
