@@ -89,14 +89,14 @@ def _trl() -> Iterator[Template]:
 
 def _mistral() -> Iterator[Template]:
     if find_spec("mistral_common"):
-        from mistral_common.integrations.chat_templates.template_generator import ChatSettings, build_chat_template
+        from mistral_common.integrations.chat_templates.template_generator import TemplateConfig, build_chat_template
         from mistral_common.tokens.tokenizers.base import TokenizerVersion
 
         names = ("spm", "thinking_support", "plain_thinking_support")
         for version, *chosen in product(TokenizerVersion, *[(False, True)] * len(names)):
             switches = dict(zip(names, chosen, strict=True))
             try:
-                text = build_chat_template(ChatSettings(version=version, **switches))
+                text = build_chat_template(TemplateConfig(version=version, **switches))
             except ValueError:  # a combination that no model has
                 continue
             yield Template("mistral-common", "_".join([version.value, *(n for n in names if switches[n])]), text)
