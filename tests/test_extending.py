@@ -93,6 +93,25 @@ class Watch(Callback):
         self.seen = int(state_dict["seen"])
 
 
+class Other:
+    class Watch(Watch):
+        pass
+
+
+class NoRate(LLMReinforceLoss):
+    """Its default is no value of the setting."""
+
+    def __init__(self, actor, *, kl_coeff: float | None = None, **options):
+        super().__init__(actor, kl_coeff=kl_coeff or 0.0, **options)
+
+
+class Picky(CenteredReturn):
+    """Has to be given a width."""
+
+    def __init__(self, *, width: float, **options):
+        super().__init__(**options)
+
+
 class ScaledReturn(CenteredReturn):
     """Has an option that is no setting, and another default of one that is."""
 
@@ -192,6 +211,12 @@ class TestNamedInAFile:
             ({"loss_class": f"{HERE}:TemperedLoss", "loss_options": {"kl_coeff": 0.5}}, "loss_options has kl_coeff, which is a setting of its own"),
             ({"loss_class": f"{HERE}:TemperedLoss", "loss_options": {"strength": 2.0}}, r"strength is 2\.0; expected a number, between 0 and 1"),
             ({"estimator_options": {"width": 1.0}}, r"estimator_options=.* does nothing with estimator=None"),
+            ({"loss_class": f"{HERE}:NoRate"}, r"NoRate, which the settings name, has no default of kl_coeff that the setting takes; expected a number"),
+            ({"estimator": f"{HERE}:Picky"}, r"estimator names 'Picky', which does not take its arguments: .*width"),
+            ({"algo": "LLMPPO", "loss_class": "torchrl_llm.objectives:LLMPPOLoss", "loss_options": {"critic": 1.0}}, "loss_options has critic, which a run makes itself"),
+            ({"loss_class": f"{HERE}:TemperedLoss", "loss_options": {"strength": (1, 2)}}, "loss_options is .*; expected text keys, and values that JSON has"),
+            ({"callbacks": {f"{HERE}:Watch": {"every": Path("x")}}}, "callbacks is .*; expected text keys, and values that JSON has"),
+            ({"callbacks": {1: {}}}, "callbacks is .*; expected text keys"),
         ],
     )  # fmt: skip
     def test_what_is_wrong_with_a_loss_is_said_before_models_are_loaded(self, settings, said):
@@ -216,6 +241,18 @@ class TestNamedInAFile:
         run.trainer.train()
         assert run.trainer.callbacks[-1].seen == 3
 
+    def test_callbacks_of_one_name_keep_apart_and_one_may_be_added(self, tmp_path, caplog):
+        saved = SMALL | {"save_checkpoints": True, "checkpoint_interval": 1, "output_dir": tmp_path}
+        first, second = f"{HERE}:Watch", f"{HERE}:Other.Watch"
+        build_run(RunSettings.from_values(**saved, callbacks={first: {"every": 1}})).trainer.train()
+        resumed = {"resume": True, "accept_changes": ["max_iterations"], "max_iterations": 3}
+        both = {second: {"every": 2, "seen": 10}, first: {"every": 1}}
+        run = build_run(RunSettings.from_values(**saved | resumed, callbacks=both))
+        assert "has no state of tests.test_extending.Other.Watch: it begins as new" in caplog.text
+        run.trainer.train()
+        run = build_run(RunSettings.from_values(**saved | resumed, callbacks=both))
+        assert [each.seen for each in run.trainer.callbacks[-2:]] == [11, 3]
+
     def test_a_dataset_and_its_reward(self, tmp_path):
         rows = [{"question": f"{i}?", "answer": str(i)} for i in range(8)]
         for split, part in (("train", rows[:6]), ("test", rows[6:])):
@@ -234,8 +271,18 @@ class TestNamedInAFile:
         assert type(run.trainer.collector.env).__name__ == "PromptDatasetEnv"
         assert 0 <= run.trainer.train()[-1]["rollout/reward"] <= 2
         assert run.final_evaluation().episodes > 0
-        with pytest.raises(ConfigError, match=r"env_weights=\[1\.0\] does nothing with PromptDatasetEnv"):
-            build_run(config.replace(env_weights=[1.0]))
+        own = config.env.env_options
+        for changes, said in (
+            ({"env_weights": [1.0]}, "env_name names PromptDatasetEnv, which makes its environments itself: name it alone"),
+            ({"env_name": [config.env.env_name] * 2}, "makes its environments itself: name it alone"),
+            ({"env_options": own | {"max_model_len": 64, "seed": 1}}, "env_options has max_model_len, seed, which other settings"),
+            ({"env_options": own | {"quesion": "q"}}, "env_name names .*does not take its arguments: .*quesion"),
+            ({"env_options": {"dataset": "nowhere.jsonl", "reward_fn": f"{HERE}:length_of"}}, "env_name names .*which says: .*nowhere"),
+            ({"env_options": own | {"reward_fn": f"{HERE}:HERE"}}, "env_name names .*does not take its arguments"),
+            ({"collector": "self_play", "batch_size": 4}, "env_name names PromptDatasetEnv, which is no SelfPlayEnv"),
+        ):  # fmt: skip
+            with pytest.raises(ConfigError, match=said):
+                build_run(config.replace(**changes))
 
     def test_parameters_of_a_loss_are_trained_and_continue(self, tmp_path):
         text = f"""\
@@ -282,9 +329,15 @@ class TestNamedInAFile:
         with pytest.raises(ConfigError, match=said):
             small_run(tmp_path, settings={"callbacks": callbacks})
 
-    def test_an_environment_that_cannot_be_imported(self, tmp_path):
-        with pytest.raises(EnvironmentUnavailableError, match=r"no id of a family, and cannot be imported.*NoSuch"):
-            small_run(tmp_path, settings={"env_name": f"{HERE}:NoSuch"})
+    @pytest.mark.parametrize("name", ["NoSuch", "HERE", ""])
+    def test_an_environment_that_cannot_be_imported(self, tmp_path, name):
+        with pytest.raises(EnvironmentUnavailableError, match=r"no id of a family, and cannot be imported"):
+            small_run(tmp_path, settings={"env_name": f"{HERE}:{name}"})
+
+    def test_an_environment_that_does_not_take_its_options(self, tmp_path):
+        said = r"env_name is .*:Echo', which does not take env_options=\{'pays': 1\}: .*pays"
+        with pytest.raises(ConfigError, match=said):
+            small_run(tmp_path, settings={"env_name": f"{HERE}:Echo", "env_options": {"pays": 1}})
 
 
 def test_a_metric_is_what_an_evaluator_returns(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_llm.runs import AsyncRollouts, ModelSettings, RunSettings, TurnRollouts
+from torchrl_llm.runs import AsyncRollouts, HFSettings, ModelSettings, RayRollouts, RunSettings, TurnRollouts
 from torchrl_llm.utils.options import Checked, ConfigError, Count, Idle, IdleError
 from torchrl_llm.utils.sections import (
     Alternative,
@@ -139,11 +139,30 @@ class TestAlternatives:
         assert fit.replace(method="SGD", lr=0.2) == Fit(seed=3, step=SGD(lr=0.2))
         assert fit.replace(method="Adam", lr=0.2).step == Adam(lr=0.2, beta=0.5)
 
-    def test_another_class_keeps_what_all_classes_have(self):
+    def test_another_class_keeps_what_both_declare_alike(self):
         config = RunSettings.from_values(batch_size=64, group_size=8, tree_branches=3, step_timeout=5.0)
-        assert config.replace(collector="async").rollouts == AsyncRollouts(batch_size=64, group_size=8)
+        others = config.replace(collector="async")
+        assert others.rollouts == AsyncRollouts(batch_size=64, group_size=8, step_timeout=5.0)
         assert config.replace(rollouts=AsyncRollouts()).rollouts == AsyncRollouts()
-        assert config.replace(collector="async").replace(collector="turn", tree_branches=3, step_timeout=5.0) == config
+        assert others.replace(collector="turn", tree_branches=3) == config
+        ray = RunSettings(rollouts=AsyncRollouts(max_staleness=2)).replace(collector="ray")
+        assert ray.rollouts == RayRollouts(max_staleness=2)
+        # A group is another thing there.
+        assert config.replace(collector="self_play").rollouts.group_size == 2
+
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            ({"engine": HFSettings(), "policy": "vllm"}, "policy is 'vllm', and engine is a HFSettings"),
+            ({"policy": "vllm", "engine": HFSettings()}, "policy is 'vllm', and engine is a HFSettings"),
+            ({"rollouts": AsyncRollouts(max_staleness=1), "collector": "ray"}, "collector is 'ray', and rollouts is a AsyncRollouts"),
+            ({"rollouts": AsyncRollouts(), "collector": "turn"}, "collector is 'turn', and rollouts is a AsyncRollouts"),
+        ],
+    )  # fmt: skip
+    def test_a_section_and_a_name_that_contradict_each_other(self, given, said):
+        for make in (RunSettings.from_values, RunSettings().replace):
+            with pytest.raises(ConfigError, match=said):
+                make(**given)
 
     def test_settings_are_those_of_all_classes_and_have_a_default_where_these_agree(self):
         assert [*settings_of(Fit)] == ["method", "seed", "lr", "beta", "momentum"]

@@ -81,9 +81,12 @@ def named_env(env: EnvSource | Sequence[str]) -> Any:
     if not colon or "." not in family or family in _families:
         return None
     try:
-        return resolve_name(env)
+        found = resolve_name(env)
+        if not (callable(found) or isinstance(found, EnvSpec)):
+            raise ImportError(f"{found!r:.80} makes no environment")
     except (ImportError, AttributeError, ValueError) as error:
         raise EnvironmentUnavailableError(env, "It is no id of a family, and cannot be imported.", error) from error
+    return found
 
 
 def resolve_env(env: EnvSource) -> EnvSpec:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
@@ -63,6 +64,8 @@ class Given(NamedTuple):
     make_loss: MakeLoss | None
     callbacks: tuple[Callback, ...]
     components: Mapping[str, Any] | None
+    named: Mapping[str, Callback] = MappingProxyType({})
+    """The callbacks that settings name."""
 
     def check(self, config: RunSettings) -> None:
         """Refuse what leaves another argument or a setting without effect."""
@@ -297,6 +300,7 @@ def make_watchers(
     """Checkpoints and callbacks. Nothing is written before training begins. ``from_python`` is
     :meth:`Given.settings`."""
     loss_state = LossState(loss, place.distributed)
+    stateful = {name: each for name, each in given.named.items() if hasattr(each, "state_dict")}
     checkpoints = CheckpointStore(
         place.folder.checkpoints.directory,
         models=networks.models,
@@ -305,7 +309,8 @@ def make_watchers(
         keep_last=config.output.keep_checkpoints,
         on_save=place.folder.settle,
         python_parts=given.names(),
-        components=given.components,
+        components={**stateful, **(given.components or {})},
+        optional=stateful,
         loss_state=loss_state,
     )
     path = None if place.start is None else place.start.path
@@ -324,7 +329,7 @@ def make_watchers(
         callbacks.append(RefreshReference(networks.models, config.model.refresh_reference))
     if config.output.progress is not False and place.distributed.is_main:
         callbacks.append(ProgressBar(config.algo, watched_only=config.output.progress is None))
-    return Watchers(checkpoints, open_folder, recorder, [*callbacks, *given.callbacks])
+    return Watchers(checkpoints, open_folder, recorder, [*callbacks, *given.named.values(), *given.callbacks])
 
 
 def _make_recorder(config: RunSettings, tokenizer: Any) -> RolloutRecorder | None:

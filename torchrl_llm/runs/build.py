@@ -5,6 +5,7 @@ The parts are plain TorchRL; :func:`~torchrl_llm.runs.build_run` puts them toget
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -57,7 +58,7 @@ from torchrl_llm.stops import response_end_ids
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import evaluate
-from torchrl_llm.utils.named import call_named, find_class
+from torchrl_llm.utils.named import find_class, make_named
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
 _PARITY_LENGTH = 257
@@ -71,6 +72,19 @@ _ENVIRONMENT = (
     *("seed", "max_faults", "success_reward"),
 )
 """Settings of every environment of a run."""
+
+_DECIDED = {
+    *_ENVIRONMENT,
+    "tokenizer",
+    "num_envs",
+    "group_size",
+    "stream",
+    "worker",
+    "num_workers",
+    "num_threads",
+    "step_timeout",
+}
+"""Arguments of environments that a run gives."""
 
 
 def given_options(config: RunSettings, *names: str, **renamed: str) -> dict[str, Any]:
@@ -375,18 +389,18 @@ def make_environment(
     return make(tokenizer=tokenizer, num_envs=config.slots, group_size=group_size, stream=stream, **shard, **options)
 
 
-def make_callbacks(config: RunSettings) -> list[Callback]:
-    """The callbacks that the settings name, with their arguments.
+def make_callbacks(config: RunSettings) -> dict[str, Callback]:
+    """The callbacks that the settings name, by their names with dots.
 
     Raises:
         ConfigError: there is no such class, it is no ``Callback``, or does not take its arguments.
     """
-    made = []
+    made = {}
     for name, arguments in config.output.callbacks.items():
         kind = find_class("callbacks", name, Callback)
         if not isinstance(arguments, Mapping | None):
             raise ConfigError(f"callbacks has {name}: {arguments!r}; expected a mapping of its arguments, or null.")
-        made.append(call_named("callbacks", name, kind, **arguments or {}))
+        made[name.replace(":", ".")] = make_named("callbacks", name, kind, **arguments or {})
     return made
 
 
@@ -410,20 +424,45 @@ def stock_env(config: RunSettings, env: Any = None) -> Callable[..., GEMEnv]:
     itself, with ``env_options``.
 
     Raises:
-        ConfigError: ``env_weights`` are given for such a class.
+        ConfigError: such a class stands in a mixture, plays no games and is to, or gets what
+            settings decide.
     """
-    if env is None and isinstance(kind := named_env(config.env.env_name), type) and issubclass(kind, GEMEnv):
-        if config.env.env_weights is not None:
-            raise ConfigError(f"env_weights={config.env.env_weights} does nothing with {kind.__name__}: leave it out.")
-        return partial(kind, **config.env.env_options)
     names = [config.env.env_name] if isinstance(config.env.env_name, str) else config.env.env_name
+    own = (
+        []
+        if env is not None
+        else [kind for name in names if isinstance(kind := named_env(name), type) and issubclass(kind, GEMEnv)]
+    )
+    if own:
+        return _own_env(config, own[0], names)
     # Ids are resolved here: workers on Ray may not have registered the family.
-    sources = env or [_with_options(resolve_env(name), config.env.env_options) for name in names]
+    sources = env or [_with_options(name, config.env.env_options) for name in names]
     kind = SelfPlayEnv if config.collector == "self_play" else GEMEnv
     return partial(kind, sources, weights=config.env.env_weights, divide=True)
 
 
-def _with_options(spec: EnvSpec, options: dict[str, Any]) -> EnvSpec:
+def _own_env(config: RunSettings, kind: type[GEMEnv], names: list[str]) -> Callable[..., GEMEnv]:
+    """Makes the environments of a subclass of ``GEMEnv`` that the settings name."""
+    if len(names) > 1 or config.env.env_weights is not None:
+        raise ConfigError(
+            f"env_name names {kind.__name__}, which makes its environments itself: name it alone, without env_weights."
+        )
+    if config.collector == "self_play" and not issubclass(kind, SelfPlayEnv):
+        raise ConfigError(
+            f"env_name names {kind.__name__}, which is no SelfPlayEnv, and collector is 'self_play': choose another."
+        )
+    if decided := sorted(config.env.env_options.keys() & _DECIDED):
+        raise ConfigError(f"env_options has {', '.join(decided)}, which other settings of a run decide: leave it out.")
+    return partial(make_named, "env_name", names[0], kind, **config.env.env_options)
+
+
+def _with_options(name: str, options: dict[str, Any]) -> EnvSpec:
+    spec = resolve_env(name)
+    if named_env(name) is not None:
+        try:
+            inspect.signature(spec.make).bind_partial(**options)
+        except TypeError as error:
+            raise ConfigError(f"env_name is {name!r}, which does not take env_options={options}: {error}.") from error
     return replace(spec, make=partial(spec.make, **options)) if options else spec
 
 

@@ -109,10 +109,11 @@ class CheckpointStore:
         on_save: Callable[[], None] | None = None,
         python_parts: Mapping[str, str] = MappingProxyType({}),
         components: Mapping[str, Any] | None = None,
+        optional: Collection[str] = (),
         loss_state: LossState | None = None,
     ) -> None:
         git_revision()  # read now, and remembered: the first save may come hours later
-        self.components = dict(components or {})
+        self.components, self.optional = dict(components or {}), {*_OPTIONAL, *optional}
         if taken := sorted(self.components.keys() & _OWN):
             raise ValueError(f"A component is called {taken[0]!r}; every run has one of that name. Choose another.")
         if models is not None and loss_state is None:
@@ -353,10 +354,12 @@ class CheckpointStore:
         return states
 
     def _load_states(self, trainer: LLMTrainer, path: str | Path, saved: Collection[str]) -> None:
-        """Load all components; a loss's state, and a loss scale, only where the checkpoint has
-        one."""
+        """Load all components; optional ones only where the checkpoint has them."""
         states = self._states(trainer, self._shared(trainer))
-        states_of(**{name: states[name] for name in states if name in saved or name not in _OPTIONAL}).load(path)
+        new = {name for name in self.optional if name in states and name not in saved}
+        if added := sorted(new - _OPTIONAL):
+            logger.warning("%s has no state of %s: it begins as new", path, ", ".join(added))
+        states_of(**{name: state for name, state in states.items() if name not in new}).load(path)
         if "loss_state" not in saved:  # of a loss without any, or of an earlier version
             self.loss_state.load_state_dict({})
 

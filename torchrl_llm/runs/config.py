@@ -43,6 +43,7 @@ from torchrl_llm.runs.settings import (
 from torchrl_llm.runs.settings_file import read_settings, write_settings
 from torchrl_llm.trainers.config import NOTHING_TO_CORRECT, TrainerConfig
 from torchrl_llm.utils.hints import nearest
+from torchrl_llm.utils.named import call_named
 from torchrl_llm.utils.options import ConfigError, Idle, brief_repr, options_of
 from torchrl_llm.utils.sections import (
     Alternative,
@@ -100,6 +101,9 @@ INITIAL_WEIGHTS = ("algo", *names_of(WeightsSettings))
 
 HOW_TO_RUN = (*names_of(OutputSettings), "ray_workers", "ray_worker_cpus", "ray_worker_gpus")
 """Settings that change no number of a run: a resumed run may differ in them."""
+
+
+_MAPPINGS = ("chat_template_kwargs", "env_options", "loss_options", "estimator_options", "engine_options", "callbacks")
 
 
 def _kept_by_json(value: Any) -> bool:
@@ -162,7 +166,7 @@ class RunSettings(Sectioned):
         if self.output.resume and self.output.overwrite:
             yield "resume continues a run and overwrite starts a new one: give one of them."
         values = self.values()
-        for name in ("chat_template_kwargs", "env_options", "loss_options", "estimator_options", "engine_options"):
+        for name in _MAPPINGS:
             if not _kept_by_json(value := values.get(name)):
                 yield (
                     f"{name} is {value!r}; expected text keys, and values that JSON has (lists, not tuples), because "
@@ -306,7 +310,8 @@ class RunSettings(Sectioned):
         options = self.loss_options()
         if self.algo == "LLMPPO":
             options |= {"critic": critic, "joint": joint}
-        return self.loss.loss_type()(actor, **options)
+        kind = self.loss.loss_type()
+        return call_named("loss_class", kind.__name__, kind, actor, **options)
 
     def loss_options(self, loss_class: type[objectives.TurnLoss] | None = None) -> dict[str, Any]:
         """The keyword arguments of the algorithm's loss, with its estimator. What is a default is
@@ -355,7 +360,8 @@ class RunSettings(Sectioned):
                 'granularity="auto" is decided by the environment, when the run is built: take the config that make_loss(config, '
                 'models) gets, or set granularity to "turn" or "token".'
             )
-        return options | self.loss.loss_options | {"estimator": kind(**credit, **self.loss.estimator_options)}
+        estimator = call_named("estimator", kind.__name__, kind, **credit, **self.loss.estimator_options)
+        return options | self.loss.loss_options | {"estimator": estimator}
 
     @property
     def slots(self) -> int:

@@ -13,7 +13,7 @@ from torchrl_llm.runs.config import ConfigError, RunSettings
 from torchrl_llm.runs.settings import CustomSettings, RayRollouts, VLLMSettings
 from torchrl_llm.runs.sources import model_path
 from torchrl_llm.trainers.distributed import Distributed
-from torchrl_llm.utils.named import call_named, find_named
+from torchrl_llm.utils.named import find_named, make_named
 
 _SETTINGS = (
     *("seed", "max_model_len", "trust_remote_code"),
@@ -113,7 +113,7 @@ def _custom_engine(
     name = str(settings.engine_class)
     make = find_named("engine_class", name, "a TurnPolicy, or a function that returns one")
     given = (model_path(config), tokenizer, sampling)
-    engine = call_named("engine_class", name, make, *given, seed=config.trainer.seed, **settings.engine_options)
+    engine = make_named("engine_class", name, make, *given, seed=config.trainer.seed, **settings.engine_options)
     if not (isinstance(engine, TurnPolicy) and engine.owns_weights):
         raise ConfigError(
             f"engine_class={name!r} made a {type(engine).__name__}; expected a TurnPolicy with owns_weights = True."

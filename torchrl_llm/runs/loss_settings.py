@@ -20,8 +20,8 @@ from torchrl_llm.objectives.grpo import GRPOOptions
 from torchrl_llm.objectives.ppo import PPOOptions
 from torchrl_llm.objectives.reinforce import ReinforceOptions
 from torchrl_llm.utils.hints import nearest
-from torchrl_llm.utils.named import find_class
-from torchrl_llm.utils.options import ConfigError, Idle, fits, options_of
+from torchrl_llm.utils.named import call_named, find_class
+from torchrl_llm.utils.options import ConfigError, Idle, describe, fits, options_of
 from torchrl_llm.utils.sections import Alternative
 
 NO_ACTOR = TensorDictModule(nn.Identity(), in_keys=[keys.TOKENS], out_keys=[keys.LOG_PROB, keys.ENTROPY])
@@ -108,11 +108,20 @@ class LossSettings(Alternative):
         for name in names & own.keys() & theirs.keys():
             default = theirs[name].default
             if issubclass(kind, objectives.TurnEstimator) and not fits(default, own[name].hint):
-                default = getattr(kind(), name)  # which decides it when it is made
+                default = getattr(
+                    call_named("estimator", kind.__name__, kind), name
+                )  # which decides it when it is made
+            if not fits(default, own[name].hint):
+                raise ConfigError(
+                    f"{kind.__name__}, which the settings name, has no default of {name} that the setting takes; expected "
+                    f"{describe(own[name].hint)}."
+                )
             setattr(self, name, default)
 
     def _check_further(self, setting: str, kind: type[Any]) -> None:
         for name in getattr(self, setting):
+            if name in ("actor", "critic", "joint", "estimator"):
+                raise ConfigError(f"{setting} has {name}, which a run makes itself: leave it out.")
             if name in options_of(type(self)):
                 raise ConfigError(f"{setting} has {name}, which is a setting of its own: write it beside {setting}.")
             if name not in options_of(kind):

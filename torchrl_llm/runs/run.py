@@ -233,11 +233,7 @@ def build_run(
             ``make_env``; a loss of other networks than ``models``.
         ImportError, RuntimeError: with ``collector="ray"``, Ray is not installed, or not running.
     """
-    named = build.make_callbacks(config)
-    components = {type(each).__qualname__: each for each in named if hasattr(each, "state_dict")} | dict(
-        components or {}
-    )
-    given = Given(env, make_env, make_loss, (*named, *callbacks), components)
+    given = Given(env, make_env, make_loss, (*callbacks,), components, build.make_callbacks(config))
     given.check(config)
     from_python = given.settings()
     with ExitStack() as opened:

@@ -23,7 +23,7 @@ from torchrl_llm.runs.settings import (
 from torchrl_llm.runs.settings_file import read_settings
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.options import Checked, ConfigError, Count, Natural, NonNegative, Positive, fits
-from torchrl_llm.utils.sections import settings_of
+from torchrl_llm.utils.sections import settings_in, settings_of
 
 _BUDGET = ("max_iterations", "max_seconds", "stop_at_success")
 """How long a trial lasts is the tuning's to say: all trials get the same episodes."""
@@ -52,6 +52,9 @@ _NOT_TUNED = {
 _FIXED = (*INITIAL_WEIGHTS, *names_of(ModelSettings), "group_size")
 """Settings that a resumed run cannot change (the last, because the tasks of a checkpoint are in
 groups of that size)."""
+
+_BRINGING = {"loss_class": "loss", "estimator": "loss", "collector": "rollouts", "policy": "engine"}
+"""Settings that bring defaults of others with them, and the section of these."""
 
 _MOST_COMBINATIONS = 1024
 """Corners of the space that are checked before anything runs."""
@@ -176,11 +179,16 @@ class TuningConfig(Checked):
         """
         start: dict[str, Any] = {"overwrite": True}
         if not starts:
-            start = {"resume": True, "accept_changes": ["max_iterations", *sampled]}
-            if self.scheduler != "pbt":
-                start["accept_changes"] = ["max_iterations"]
-        given = {**self.settings, **sampled, "max_iterations": iterations, "progress": False}
-        return RunSettings.from_values(**{**given, "output_dir": folder, **start})
+            start = {"resume": True, "accept_changes": ["max_iterations"]}
+        given = {**self.settings, **sampled, "max_iterations": iterations, "progress": False, "output_dir": folder}
+        config = RunSettings.from_values(**{**given, **start})
+        if starts or self.scheduler != "pbt":
+            return config
+        # With another class come its defaults.
+        brought = {
+            name for choice, part in _BRINGING.items() if choice in sampled for name in settings_in(RunSettings, part)
+        }
+        return config.replace(accept_changes=["max_iterations", *sorted({*sampled, *brought})])
 
     def _problems(self) -> Iterator[str]:
         if not self.space:

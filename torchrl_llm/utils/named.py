@@ -44,16 +44,27 @@ def find_class(setting: str, name: str, base: type, expected: str = '"package.mo
     return found
 
 
-def call_named(setting: str, name: str, found: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def call_named(setting: str, name: str, found: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
     """What ``found`` returns for these arguments.
 
     Args:
         setting, name: what named it, for messages.
 
     Raises:
-        ConfigError: it does not take them.
+        ConfigError: it does not take them (a ``TypeError``).
     """
     try:
         return found(*args, **options)
     except TypeError as error:
         raise ConfigError(f"{setting} names {name!r}, which does not take its arguments: {error}") from error
+
+
+def make_named(setting: str, name: str, found: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+    """As :func:`call_named`; a ``ValueError``, such as of a file that is not there, is a
+    ``ConfigError`` too."""
+    try:
+        return call_named(setting, name, found, *args, **options)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{setting} names {name!r}, which says: {error}") from error

@@ -271,15 +271,15 @@ class Sectioned(Checked):
 
     def replace(self, **changes: Any) -> Self:
         """The settings with other values; arguments as of :meth:`from_values`. A section that gets
-        another class keeps the settings that all its classes share, and has the defaults of the
-        others."""
+        another class keeps the settings that both classes declare alike, and has the defaults of
+        the others."""
         cls, before, given = type(self), self.values(), _by_name(type(self), changes)
         for choice, section in choices_of(cls).items():
             # Not the defaults, which may be others beside the changes.
-            kept = getattr(self, section).changed()
+            kept, own = getattr(self, section).changed(), options_of(type(getattr(self, section)))
             if given.get(choice, before[choice]) != before[choice]:
-                shared = options_of(family_of(sections_of(cls)[section]))
-                kept = {name: value for name, value in kept.items() if name in shared}
+                theirs = options_of(_kinds(cls, given)[section])
+                kept = {name: value for name, value in kept.items() if theirs.get(name) == own[name]}
             before = {name: value for name, value in before.items() if section_of(cls, name) != section} | kept
         return self.from_values(**{**before, **given})
 
@@ -304,11 +304,13 @@ def _by_name(cls: type[Checked], given: Mapping[str, Any]) -> dict[str, Any]:
             check_value(f"{cls.__name__}.{name}", value, options_of(cls)[name].hint)
         elif name not in settings_of(cls):
             raise TypeError(f"{cls.__name__} has no option {name!r}.{meant(cls, name)}")
-    flat, own = _flat(cls, given), {name: value for name, value in given.items() if name not in sections_of(cls)}
+    own = {name: value for name, value in given.items() if name not in sections_of(cls)}
+    whole = _flat(cls, {name: value for name, value in given.items() if name in sections_of(cls)})
     for choice, section in choices_of(cls).items():
-        if section in given and own.get(choice, flat[choice]) != flat[choice]:
-            raise ConfigError(f"{choice} is {own[choice]!r}, and {section} is a {flat[choice]}: leave one of them out.")
-    return flat | own
+        if section in given and own.get(choice, whole[choice]) != whole[choice]:
+            kind = type(given[section]).__name__
+            raise ConfigError(f"{choice} is {own[choice]!r}, and {section} is a {kind}: leave one of them out.")
+    return whole | own
 
 
 def alternatives_of(cls: type[Checked], given: Mapping[str, Any]) -> dict[str, type[Alternative]]:
