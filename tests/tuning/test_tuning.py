@@ -143,6 +143,13 @@ class TestTrial:
         assert train_generation(tuning, tmp_path / "0", settings, 1) == once
         assert len((tmp_path / "0" / "generations.jsonl").read_text().splitlines()) == 1
 
+    def test_a_class_comes_with_its_defaults(self, tmp_path):
+        """A perturbation to another estimator changes the defaults of its options too."""
+        space = {"estimator": {"choice": ["ReBN", "GroupRelative"]}}
+        tuning = small_search(tmp_path, episodes=8, space=space, base={"algo": "LLMREINFORCE", "group_size": 4})
+        train_generation(tuning, tmp_path / "0", {"estimator": "ReBN"}, 1)
+        assert train_generation(tuning, tmp_path / "0", {"estimator": "GroupRelative"}, 2)["iterations"] == 2
+
     def test_that_ends_too_early_says_so(self, tmp_path):
         tuning = small_search(tmp_path, base={"max_steps": 10})
         with pytest.raises(ConfigError, match=r"max_steps=10 turns played.*raise max_steps"):
