@@ -72,7 +72,7 @@ class TestFind:
             ("", "no file or folder, and no player"),
             ("_guess", "no file or folder, and no player"),
             ("re", "no file or folder, and no player"),
-            ("no_such.module:player", r"is 'no_such.module:player', which cannot be imported \(No module"),
+            ("no_such.module:player", r"names 'no_such.module:player', which cannot be imported \(No module"),
             (f"{__name__}:no_such", "which cannot be imported"),
             (f"{__name__}:NOT_CALLABLE", r"NOT_CALLABLE' is 3; expected a function \(context, rng\) -> text"),
         ],

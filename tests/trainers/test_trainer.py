@@ -387,8 +387,12 @@ class TestParts:
                 super().__init__(*args, **options)
                 self.temperature = torch.nn.Parameter(torch.ones(()))
 
+        run = build_run(small_config(tmp_path), make_loss=lambda _, models: Learned(models.actor, kl_coeff=0.0))
+        names = ("collector", "replay_buffer", "policy", "loss", "config")
+        parts = {name: getattr(run.trainer, name) for name in names}
+        optimizer = torch.optim.AdamW(run.models.actor_parameters())  # build_run's has a group for it
         with pytest.raises(ConfigError, match=r"leaves out 1 that are \(temperature\)"):
-            build_run(small_config(tmp_path), make_loss=lambda _, models: Learned(models.actor, kl_coeff=0.0))
+            LLMTrainer(**parts, optimizer=optimizer)
 
     @pytest.mark.host  # where accelerate is told to compute
     def test_accelerate_must_not_divide_the_gradient(self, tmp_path, monkeypatch):
