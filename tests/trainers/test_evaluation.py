@@ -17,7 +17,7 @@ from torchrl_llm.envs import EnvironmentFault, GEMEnv, PromptDatasetEnv, SeenTas
 from torchrl_llm.metrics import success_interval, wilson_interval
 from torchrl_llm.modules import use_adapter
 from torchrl_llm.runs import RunSettings, build_run
-from torchrl_llm.runs.build import make_environment
+from torchrl_llm.runs.environments import make_environment
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import tiny_model_path

@@ -390,7 +390,7 @@ class TestParts:
         run = build_run(small_config(tmp_path), make_loss=lambda _, models: Learned(models.actor, kl_coeff=0.0))
         names = ("collector", "replay_buffer", "policy", "loss", "config")
         parts = {name: getattr(run.trainer, name) for name in names}
-        optimizer = torch.optim.AdamW(run.models.actor_parameters())  # build_run's has a group for it
+        optimizer = torch.optim.AdamW(run.models.actor_parameters())
         with pytest.raises(ConfigError, match=r"leaves out 1 that are \(temperature\)"):
             LLMTrainer(**parts, optimizer=optimizer)
 

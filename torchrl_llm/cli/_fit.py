@@ -22,6 +22,7 @@ from torchrl_llm.runs import build
 from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.demonstrations import check_demonstrations, check_player, find_demonstrations, read_demonstrations
 from torchrl_llm.runs.device import make_accelerator, make_numerics
+from torchrl_llm.runs.environments import make_environment, stock_env
 from torchrl_llm.runs.memory import (
     OF_UPDATES,
     default_max_tokens,
@@ -125,12 +126,12 @@ def _describe(model: Any) -> str:
 
 
 def _environment(config: RunSettings, tokenizer: Any) -> Iterator[Finding]:
-    make, finding = _tried("environment", lambda: build.stock_env(config), lambda _: str(config.env.env_name))
+    make, finding = _tried("environment", lambda: stock_env(config), lambda _: str(config.env.env_name))
     yield finding
     if make is None:
         return
     env, finding = _tried(
-        "template", lambda: build.make_environment(config, tokenizer, make, stream="train"), lambda _: _template(config)
+        "template", lambda: make_environment(config, tokenizer, make, stream="train"), lambda _: _template(config)
     )
     yield finding
     if env is None:

@@ -29,6 +29,7 @@ from torchrl_llm.runs.demonstrations import check_demonstrations
 from torchrl_llm.runs.device import make_accelerator, make_numerics
 from torchrl_llm.runs.effective_settings import python_settings
 from torchrl_llm.runs.engines import start_engine
+from torchrl_llm.runs.environments import check_environment, make_environment, stock_env
 from torchrl_llm.runs.identity import names_of_parts
 from torchrl_llm.runs.loss_state import LossState
 from torchrl_llm.runs.memory import with_max_tokens
@@ -69,7 +70,7 @@ class Given(NamedTuple):
 
     def check(self, config: RunSettings) -> None:
         """Refuse what leaves another argument or a setting without effect."""
-        build.check_environment(config, self.env, self.make_env)
+        check_environment(config, self.env, self.make_env)
         if config.env.env_weights is not None and self.make_env is not None:
             raise ConfigError(
                 f"env_weights={config.env.env_weights} does nothing with build_run(make_env=...), which decides on the environments: "
@@ -152,8 +153,8 @@ def make_environments(
     """The environments of training and evaluation; each rank has its share of the tasks."""
     ranks = place.distributed
     shard = {"worker": ranks.rank, "num_workers": ranks.world_size} if ranks.world_size > 1 else {}
-    source = given.make_env or build.stock_env(config, given.env)
-    make = partial(build.make_environment, config, tokenizer, source, **shard)
+    source = given.make_env or stock_env(config, given.env)
+    make = partial(make_environment, config, tokenizer, source, **shard)
     make_train = partial(make, stream="train", group_size=config.rollouts.num_started)
     train = make_train()
     opened.callback(train.close, raise_if_closed=False)

@@ -5,7 +5,6 @@ The parts are plain TorchRL; :func:`~torchrl_llm.runs.build_run` puts them toget
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -30,11 +29,8 @@ from torchrl_llm.collectors import (
     TurnCollector,
     adapt_mixture,
 )
-from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
 from torchrl_llm.data import TurnsToSequence
-from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, SeenTasks, SelfPlayEnv, resolve_env
-from torchrl_llm.envs.registry import named_env
-from torchrl_llm.envs.tasks import Stream
+from torchrl_llm.envs import ChatFormatter, GEMEnv, SeenTasks
 from torchrl_llm.modules import ActorCritic, HFPolicy, PlayerPolicy, TurnPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.vllm.weights import TRANSFERS
@@ -45,8 +41,6 @@ from torchrl_llm.runs.config import ConfigError, RunSettings
 from torchrl_llm.runs.demonstrations import check_player, find_demonstrations, read_demonstrations
 from torchrl_llm.runs.engines import make_engine, serves_adapter, worker_gpus
 from torchrl_llm.runs.settings import (
-    FORMATTER,
-    AsyncRollouts,
     HFSettings,
     RayRollouts,
     SelfPlayRollouts,
@@ -66,25 +60,6 @@ _PARITY_LENGTH = 257
 
 MODEL = ("dtype", "attn_implementation", "trust_remote_code", "quantization")
 """Settings of the model wherever it is loaded by transformers: here and on workers."""
-
-_ENVIRONMENT = (
-    *("max_turns", "max_model_len", "max_output_tokens", "overflow", *FORMATTER),
-    *("seed", "max_faults", "success_reward"),
-)
-"""Settings of every environment of a run."""
-
-_DECIDED = {
-    *_ENVIRONMENT,
-    "tokenizer",
-    "num_envs",
-    "group_size",
-    "stream",
-    "worker",
-    "num_workers",
-    "num_threads",
-    "step_timeout",
-}
-"""Arguments of environments that a run gives."""
 
 
 def given_options(config: RunSettings, *names: str, **renamed: str) -> dict[str, Any]:
@@ -364,31 +339,6 @@ def make_replay_buffer(config: RunSettings) -> ReplayBuffer:
     return ReplayBuffer(storage=storage, transform=TurnsToSequence(), batch_size=config.rollouts.batch_size)
 
 
-def make_environment(
-    config: RunSettings,
-    tokenizer: Any,
-    make: Callable[..., GEMEnv],
-    *,
-    stream: Stream,
-    group_size: int = 1,
-    **shard: int,
-) -> GEMEnv:
-    """An environment of the run, made by ``make`` from the keyword arguments of
-    :class:`~torchrl_llm.envs.GEMEnv`.
-
-    Args:
-        shard: ``worker`` and ``num_workers``, where several processes share the tasks.
-    """
-    options = given_options(config, *_ENVIRONMENT)
-    if isinstance(config.rollouts, SelfPlayRollouts):
-        group_size = config.rollouts.group_size  # the players of a game, in evaluations too
-    else:
-        options |= given_options(config, "step_timeout", num_threads="env_threads")
-    if isinstance(config.rollouts, AsyncRollouts) and config.rollouts.env_threads != 0:
-        options = {"step_timeout": STEP_TIMEOUT} | options  # evaluation allows what training allows
-    return make(tokenizer=tokenizer, num_envs=config.slots, group_size=group_size, stream=stream, **shard, **options)
-
-
 def make_callbacks(config: RunSettings) -> dict[str, Callback]:
     """The callbacks that the settings name, by their names with dots.
 
@@ -402,68 +352,6 @@ def make_callbacks(config: RunSettings) -> dict[str, Callback]:
             raise ConfigError(f"callbacks has {name}: {arguments!r}; expected a mapping of its arguments, or null.")
         made[name.replace(":", ".")] = make_named("callbacks", name, kind, **arguments or {})
     return made
-
-
-def check_environment(config: RunSettings, env: Any, make_env: Any) -> None:
-    """Raise a ``ConfigError`` if :func:`build_run` gets an environment in two ways, or options that
-    are of no use to it."""
-    if env is not None and make_env is not None:
-        raise ConfigError("Both env and make_env are given: the second decides on the environment, so leave env out.")
-    if config.env.env_options and (env is not None or make_env is not None):
-        raise ConfigError(
-            f"env_options={config.env.env_options} are for the environments of env_name, and one is given in Python: leave them out, and "
-            "make it with them there."
-        )
-
-
-def stock_env(config: RunSettings, env: Any = None) -> Callable[..., GEMEnv]:
-    """Makes the environments of ``config.env.env_name``, or of the factory ``env``, from the
-    keyword arguments of ``GEMEnv``.
-
-    An id that names a subclass of ``GEMEnv`` (``torchrl_llm.envs:PromptDatasetEnv``) makes them
-    itself, with ``env_options``.
-
-    Raises:
-        ConfigError: such a class stands in a mixture, plays no games and is to, or gets what
-            settings decide.
-    """
-    names = [config.env.env_name] if isinstance(config.env.env_name, str) else config.env.env_name
-    own = (
-        []
-        if env is not None
-        else [kind for name in names if isinstance(kind := named_env(name), type) and issubclass(kind, GEMEnv)]
-    )
-    if own:
-        return _own_env(config, own[0], names)
-    # Ids are resolved here: workers on Ray may not have registered the family.
-    sources = env or [_with_options(name, config.env.env_options) for name in names]
-    kind = SelfPlayEnv if config.collector == "self_play" else GEMEnv
-    return partial(kind, sources, weights=config.env.env_weights, divide=True)
-
-
-def _own_env(config: RunSettings, kind: type[GEMEnv], names: list[str]) -> Callable[..., GEMEnv]:
-    """Makes the environments of a subclass of ``GEMEnv`` that the settings name."""
-    if len(names) > 1 or config.env.env_weights is not None:
-        raise ConfigError(
-            f"env_name names {kind.__name__}, which makes its environments itself: name it alone, without env_weights."
-        )
-    if config.collector == "self_play" and not issubclass(kind, SelfPlayEnv):
-        raise ConfigError(
-            f"env_name names {kind.__name__}, which is no SelfPlayEnv, and collector is 'self_play': choose another."
-        )
-    if decided := sorted(config.env.env_options.keys() & _DECIDED):
-        raise ConfigError(f"env_options has {', '.join(decided)}, which other settings of a run decide: leave it out.")
-    return partial(make_named, "env_name", names[0], kind, **config.env.env_options)
-
-
-def _with_options(name: str, options: dict[str, Any]) -> EnvSpec:
-    spec = resolve_env(name)
-    if named_env(name) is not None:
-        try:
-            inspect.signature(spec.make).bind_partial(**options)
-        except TypeError as error:
-            raise ConfigError(f"env_name is {name!r}, which does not take env_options={options}: {error}.") from error
-    return replace(spec, make=partial(spec.make, **options)) if options else spec
 
 
 def make_evaluator(

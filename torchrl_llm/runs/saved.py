@@ -25,6 +25,7 @@ from torchrl_llm.runs.checkpoint import CheckpointStore
 from torchrl_llm.runs.checkpoint_files import verify
 from torchrl_llm.runs.config import HOW_TO_RUN, RunSettings
 from torchrl_llm.runs.device import choose_device
+from torchrl_llm.runs.environments import check_environment, make_environment, stock_env
 from torchrl_llm.runs.migrate import settings_of_now
 from torchrl_llm.runs.run_folder import MARK
 from torchrl_llm.runs.settings import ATTENTION, FORMATTER, ChatSettings, EnvSettings, names_of
@@ -278,9 +279,9 @@ def environment_of(
         UnknownEnvironmentError: it was given in Python, and is not given here.
         ConfigError: both ``env`` and ``make_env`` are given.
     """
-    build.check_environment(config, env, make_env)
-    make = make_env or build.stock_env(config, env)
-    return build.make_environment(config, tokenizer or load_tokenizer(config), make, stream="test")
+    check_environment(config, env, make_env)
+    make = make_env or stock_env(config, env)
+    return make_environment(config, tokenizer or load_tokenizer(config), make, stream="test")
 
 
 def positions(config: RunSettings) -> int:
