@@ -108,9 +108,8 @@ class LossSettings(Alternative):
         for name in names & own.keys() & theirs.keys():
             default = theirs[name].default
             if issubclass(kind, objectives.TurnEstimator) and not fits(default, own[name].hint):
-                default = getattr(
-                    call_named("estimator", kind.__name__, kind), name
-                )  # which decides it when it is made
+                made = call_named("estimator", kind.__name__, kind)  # which decides it
+                default = getattr(made, name)
             if not fits(default, own[name].hint):
                 raise ConfigError(
                     f"{kind.__name__}, which the settings name, has no default of {name} that the setting takes; expected "

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchrl_llm.runs.config import RunSettings, shown_default
 from torchrl_llm.utils.options import Checked, Range, describe
-from torchrl_llm.utils.sections import meanings_of, sections_of, settings_in, settings_of
+from torchrl_llm.utils.sections import family_of, meanings_of, sections_of, settings_in, settings_of
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "string", dict: "object"}
 
@@ -33,9 +33,10 @@ def title_of(kinds: tuple[type[Checked], ...]) -> str:
     Examples:
         >>> title_of(sections_of(RunSettings)["optim"])
         'AdamW'
+        >>> title_of(sections_of(RunSettings)["rollouts"])
+        'How batches are collected'
     """
-    kind = kinds[0] if len(kinds) == 1 else kinds[0].__bases__[0]
-    said = " ".join(plain(inspect.getdoc(kind) or "").partition("\n\n")[0].split())
+    said = " ".join(plain(inspect.getdoc(family_of(kinds)) or "").partition("\n\n")[0].split())
     return said.partition(". ")[0].rstrip(".")
 
 
