@@ -14,10 +14,10 @@ from torchrl.checkpoint import CheckpointError
 from torchrl.envs import RewardScaling, TransformedEnv
 
 from torchrl_llm import keys
-from torchrl_llm.envs import EnvironmentUnavailableError, GEMEnv
+from torchrl_llm.envs import GEMEnv, UnknownEnvironmentError
 from torchrl_llm.objectives import LLMReinforceLoss, TurnEstimator
 from torchrl_llm.runs import ConfigError, RunSettings, build_run
-from torchrl_llm.runs.effective_settings import effective_settings
+from torchrl_llm.runs.effective_settings import changed_settings, effective_settings
 from torchrl_llm.trainers import Callback
 from torchrl_llm.utils.options import Share
 
@@ -199,6 +199,7 @@ class TestNamedInAFile:
             2.0,
         )
         assert effective != effective_settings(config.replace(loss_options={"strength": 0.5}))
+        assert not {"loss_options", "estimator_options"} & effective.keys()  # each is there by its name
 
     @pytest.mark.parametrize(
         ("settings", "said"),
@@ -212,7 +213,7 @@ class TestNamedInAFile:
             ({"loss_class": f"{HERE}:TemperedLoss", "loss_options": {"strength": 2.0}}, r"strength is 2\.0; expected a number, between 0 and 1"),
             ({"estimator_options": {"width": 1.0}}, r"estimator_options=.* does nothing with estimator=None"),
             ({"loss_class": f"{HERE}:NoRate"}, r"NoRate, which the settings name, has no default of kl_coeff that the setting takes; expected a number"),
-            ({"estimator": f"{HERE}:Picky"}, r"estimator names 'Picky', which does not take its arguments: .*width"),
+            ({"estimator": f"{HERE}:Picky"}, r"estimator names '.*:Picky', which cannot be made: .*width"),
             ({"algo": "LLMPPO", "loss_class": "torchrl_llm.objectives:LLMPPOLoss", "loss_options": {"critic": 1.0}}, "loss_options has critic, which a run makes itself"),
             ({"loss_class": f"{HERE}:TemperedLoss", "loss_options": {"strength": (1, 2)}}, "loss_options is .*; expected text keys, and values that JSON has"),
             ({"callbacks": {f"{HERE}:Watch": {"every": Path("x")}}}, "callbacks is .*; expected text keys, and values that JSON has"),
@@ -245,7 +246,7 @@ class TestNamedInAFile:
         saved = SMALL | {"save_checkpoints": True, "checkpoint_interval": 1, "output_dir": tmp_path}
         first, second = f"{HERE}:Watch", f"{HERE}:Other.Watch"
         build_run(RunSettings.from_values(**saved, callbacks={first: {"every": 1}})).trainer.train()
-        resumed = {"resume": True, "accept_changes": ["max_iterations"], "max_iterations": 3}
+        resumed = {"resume": True, "accept_changes": ["max_iterations", "callbacks"], "max_iterations": 3}
         both = {second: {"every": 2, "seen": 10}, first: {"every": 1}}
         run = build_run(RunSettings.from_values(**saved | resumed, callbacks=both))
         assert "has no state of tests.test_extending.Other.Watch: it begins as new" in caplog.text
@@ -276,9 +277,9 @@ class TestNamedInAFile:
             ({"env_weights": [1.0]}, "env_name names PromptDatasetEnv, which makes its environments itself: name it alone"),
             ({"env_name": [config.env.env_name] * 2}, "makes its environments itself: name it alone"),
             ({"env_options": own | {"max_model_len": 64, "seed": 1}}, "env_options has max_model_len, seed, which other settings"),
-            ({"env_options": own | {"quesion": "q"}}, "env_name names .*does not take its arguments: .*quesion"),
+            ({"env_options": own | {"quesion": "q"}}, "env_name names .*cannot be made: .*quesion"),
             ({"env_options": {"dataset": "nowhere.jsonl", "reward_fn": f"{HERE}:length_of"}}, "env_name names .*which says: .*nowhere"),
-            ({"env_options": own | {"reward_fn": f"{HERE}:HERE"}}, "env_name names .*does not take its arguments"),
+            ({"env_options": own | {"reward_fn": f"{HERE}:HERE"}}, "env_name names .*cannot be made"),
             ({"collector": "self_play", "batch_size": 4}, "env_name names PromptDatasetEnv, which is no SelfPlayEnv"),
         ):  # fmt: skip
             with pytest.raises(ConfigError, match=said):
@@ -310,6 +311,29 @@ class TestNamedInAFile:
         run.trainer.train()
         assert not run.trainer.loss.baseline.detach().equal(learned)
 
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            (
+                {"loss_options": {"turns": 3}},
+                r"the state of a parameter of shape \[8\], which has the shape \[3\] here",
+            ),
+            (
+                {"loss_class": None},
+                r"parameter groups of \[.*, 1\] tensors; expected \[.*\].*of actor, critic and the loss",
+            ),
+        ],
+    )
+    def test_another_loss_of_other_parameters_is_refused_in_a_resume(self, tmp_path, changes, said):
+        given = {"loss_class": f"{HERE}:WithBaseline", "save_checkpoints": True, "checkpoint_interval": 1}
+        small_run(tmp_path, settings=given).trainer.train()
+        more = {"resume": True, "accept_changes": ["loss_class", "loss_options"]}
+        with pytest.raises(CheckpointError, match=said):
+            small_run(
+                tmp_path,
+                settings={name: value for name, value in (given | more | changes).items() if value is not None},
+            )
+
     def test_a_rate_of_parameters_that_there_are_not(self, tmp_path):
         with pytest.raises(ConfigError, match=r"lr_loss=0\.1 does nothing: the loss has no parameters of its own"):
             small_run(tmp_path, settings={"lr_loss": 0.1})
@@ -321,7 +345,7 @@ class TestNamedInAFile:
             ({f"{HERE}:Watch": 3}, "callbacks has .*:Watch: 3; expected a mapping"),
             (
                 {f"{HERE}:Watch": {"evry": 5}},
-                "callbacks names .*:Watch.*does not take its arguments: .*unexpected keyword.*evry",
+                "callbacks names .*:Watch.*cannot be made: .*unexpected keyword.*evry",
             ),
         ],
     )
@@ -329,9 +353,25 @@ class TestNamedInAFile:
         with pytest.raises(ConfigError, match=said):
             small_run(tmp_path, settings={"callbacks": callbacks})
 
-    @pytest.mark.parametrize("name", ["NoSuch", "HERE", ""])
-    def test_an_environment_that_cannot_be_imported(self, tmp_path, name):
-        with pytest.raises(EnvironmentUnavailableError, match=r"no id of a family, and cannot be imported"):
+    def test_callbacks_are_settings_with_an_effect(self):
+        one, other = (RunSettings.from_values(callbacks={f"{HERE}:Watch": {"every": n}}) for n in (1, 2))
+        assert effective_settings(one)["callbacks"] != effective_settings(other)["callbacks"]
+        assert (
+            "callbacks" not in effective_settings(RunSettings()) or effective_settings(RunSettings())["callbacks"] == {}
+        )
+        assert "callbacks" in changed_settings(one)
+
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [
+            ("NoSuch", "no id of a family, and cannot be imported"),
+            ("HERE", "is 'tests.test_extending'; expected a class with reset and step"),
+            ("", "is <module .*; expected a class with reset and step"),
+            ("CenteredReturn", "expected a class with reset and step"),
+        ],
+    )
+    def test_what_is_no_environment(self, tmp_path, name, said):
+        with pytest.raises(UnknownEnvironmentError, match=said):
             small_run(tmp_path, settings={"env_name": f"{HERE}:{name}"})
 
     def test_an_environment_that_does_not_take_its_options(self, tmp_path):

@@ -114,6 +114,8 @@ class TestDoctor:
             (["--tokenizer-path=larger"], "model", "but the model tiny embeds only 515 tokens"),
             (["--policy=vllm"], "vllm", "pip install 'torchrl-llm[vllm]'"),
             (["--device=cuda"], "device", "finds no GPU"),
+            (["--policy=custom", "--engine-class=json:nothing"], "engine_class", "cannot be imported"),
+            (["--callbacks={json:JSONDecoder: {}}"], "callbacks", "expected a subclass of Callback"),
             (["--device=gpu"], "device", "device is 'gpu': expected cpu or cuda"),
             (
                 ["--lora-r=4", "--quantization=nf4"],

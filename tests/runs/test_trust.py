@@ -51,6 +51,20 @@ def say(folder, **settings):
 COMMANDS = (["eval", "--episodes=2"], ["eval", "--episodes=2", "--json"], ["play"], ["play", "--as=environment"])
 
 
+def test_options_of_an_environment_are_kept_where_its_user_names_it_again(folder):
+    say(folder, env_name="game:GuessTheNumber-v0-easy", env_options={"max_turns": 2})
+    saved = find_saved_model(folder)
+    for given in ({}, {"env_name": "game:GuessTheNumber-v0-easy"}):
+        assert saved.config(**given).env.env_options == {"max_turns": 2}
+    assert saved.config(env_name="game:Wordle-v0").env.env_options == {}
+    # What they may make an environment do that is more than computing is the user's to say.
+    rows = {"dataset": "rows.jsonl", "reward_fn": "strange_code:play"}
+    say(folder, env_name="torchrl_llm.envs:PromptDatasetEnv", env_options=rows)
+    for given in ({}, {"env_name": "torchrl_llm.envs:PromptDatasetEnv"}):
+        with pytest.raises(ConfigError, match=r"--env-options '\{.*strange_code:play"):
+            find_saved_model(folder).config(**given)
+
+
 class TestFolders:
     @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
     @pytest.mark.parametrize(

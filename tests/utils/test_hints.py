@@ -215,7 +215,7 @@ class TestFiles:
             ('optim:\n  lr_actor: "1e-5"\n', "lr_actor is '1e-5'; expected a number, at least 0. Leave out the quotes."),
             ("optim: {}\nseed: 1\n", "line 2: seed stands in the section trainer."),
             ("seed: 1\n", "seed stands in the section trainer: torchrl-llm migrate translates a file without sections, as they were before 0.3.0."),
-            ("trainer:\n  algo: GRPO\n", "line 2: algo stands in no section."),
+            ("trainer:\n  algo: GRPO\n", "line 2: algo stands in no section, but beside them."),
             ("trainer:\n  optim: {}\n", "line 2: optim is a section of its own, and stands in no other."),
             ("optim:\n  lr_actr: 1\n", "line 2: lr_actr is not a setting of optim. Did you mean 'lr_actor'?"),
             ("optim:\n  batch_sise: 1\n", "batch_sise is not a setting of optim. Did you mean 'batch_size'? It stands in the section rollouts."),

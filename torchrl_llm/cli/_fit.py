@@ -33,9 +33,11 @@ from torchrl_llm.runs.memory import (
     trainer_memory,
     what_to_lower,
 )
+from torchrl_llm.runs.settings import CustomSettings
 from torchrl_llm.runs.sources import check_length, load_tokenizer
 from torchrl_llm.runs.teacher import check_teacher
 from torchrl_llm.utils.host import host_memory
+from torchrl_llm.utils.named import find_named
 from torchrl_llm.utils.options import brief
 
 _T = TypeVar("_T")
@@ -102,6 +104,11 @@ def _engine(config: RunSettings) -> Iterator[Finding]:
     for package, needs in needed.items():
         if needs:
             yield check_extra(package, package)
+    if isinstance(config.engine, CustomSettings):
+        name = str(config.engine.engine_class)
+        yield _tried("engine_class", lambda: find_named("engine_class", name, "a TurnPolicy"), lambda _: name)[1]
+    if config.output.callbacks:
+        yield _tried("callbacks", lambda: build.make_callbacks(config), lambda made: ", ".join(made))[1]
     if config.model.quantization is not None:
         yield _package("bitsandbytes", f"quantization: {config.model.quantization}")
     yield check_extra("report", "matplotlib", needed=False)  # for the learning curves

@@ -191,7 +191,7 @@ def _rows_of(dataset: Any, stream: Stream, columns: dict[str, Any]) -> tuple[Row
         columns_alone = " Rows of columns are datasets.Dataset.from_dict(columns)." * (columns["question"] in splits)
         raise ValueError(
             f"The stream {stream!r} reads the split {' or '.join(map(repr, SPLITS[stream]))}; the dataset has "
-            f"{list(splits)}. Pass a mapping such as {{'train': ..., 'test': ...}}; train_test_split makes one.{columns_alone}"
+            f"{list(splits)}. Pass a mapping such as {{'train': ..., 'test': ...}}, of rows or files; train_test_split makes one.{columns_alone}"
         )
     rows = read_rows(splits[name], **columns)
     if stream == "train":

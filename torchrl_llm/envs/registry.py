@@ -16,7 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pkgutil import resolve_name
 from typing import Any
 
-from torchrl_llm.envs.text_env import EnvironmentUnavailableError, EnvSpec, TextEnv
+from torchrl_llm.envs.text_env import EnvironmentUnavailableError, EnvSpec, TextEnv, UnknownEnvironmentError
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def named_env(env: EnvSource | Sequence[str]) -> Any:
     an id of a family, which has no dot.
 
     Raises:
-        EnvironmentUnavailableError: it cannot be imported.
+        UnknownEnvironmentError: it cannot be imported, or has no ``reset`` and ``step``.
     """
     if not isinstance(env, str):
         return None
@@ -82,10 +82,17 @@ def named_env(env: EnvSource | Sequence[str]) -> Any:
         return None
     try:
         found = resolve_name(env)
-        if not (callable(found) or isinstance(found, EnvSpec)):
-            raise ImportError(f"{found!r:.80} makes no environment")
-    except (ImportError, AttributeError, ValueError) as error:
-        raise EnvironmentUnavailableError(env, "It is no id of a family, and cannot be imported.", error) from error
+    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
+        raise UnknownEnvironmentError(
+            f"The environment {env!r} is no id of a family, and cannot be imported ({error}); expected "
+            '"package.module:Name" of a text environment.'
+        ) from error
+    plays = not isinstance(found, type) or (hasattr(found, "reset") and hasattr(found, "step"))
+    if not ((callable(found) and plays) or isinstance(found, EnvSpec)):
+        raise UnknownEnvironmentError(
+            f"The environment {env!r} is {found!r:.200}; expected a class with reset and step, a function that makes an "
+            "environment, or an EnvSpec."
+        )
     return found
 
 

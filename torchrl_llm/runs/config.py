@@ -99,7 +99,11 @@ them too."""
 INITIAL_WEIGHTS = ("algo", *names_of(WeightsSettings))
 """Settings about the initial weights, which a resumed run cannot change."""
 
-HOW_TO_RUN = (*names_of(OutputSettings), "ray_workers", "ray_worker_cpus", "ray_worker_gpus")
+HOW_TO_RUN = (
+    # Callbacks may act on the run.
+    *(name for name in names_of(OutputSettings) if name != "callbacks"),
+    *("ray_workers", "ray_worker_cpus", "ray_worker_gpus"),
+)
 """Settings that change no number of a run: a resumed run may differ in them."""
 
 
@@ -311,7 +315,7 @@ class RunSettings(Sectioned):
         if self.algo == "LLMPPO":
             options |= {"critic": critic, "joint": joint}
         kind = self.loss.loss_type()
-        return call_named("loss_class", kind.__name__, kind, actor, **options)
+        return call_named("loss_class", self.loss.loss_class or kind.__name__, kind, actor, **options)
 
     def loss_options(self, loss_class: type[objectives.TurnLoss] | None = None) -> dict[str, Any]:
         """The keyword arguments of the algorithm's loss, with its estimator. What is a default is
@@ -360,7 +364,8 @@ class RunSettings(Sectioned):
                 'granularity="auto" is decided by the environment, when the run is built: take the config that make_loss(config, '
                 'models) gets, or set granularity to "turn" or "token".'
             )
-        estimator = call_named("estimator", kind.__name__, kind, **credit, **self.loss.estimator_options)
+        name = self.loss.estimator or kind.__name__
+        estimator = call_named("estimator", name, kind, **credit, **self.loss.estimator_options)
         return options | self.loss.loss_options | {"estimator": estimator}
 
     @property

@@ -25,6 +25,8 @@ from torchrl_llm.utils.sections import rules_of
 _NO_EFFECT = (*HOW_TO_RUN, "max_tokens")
 """Settings that change no number of a run, but for rounding: ``max_tokens`` bounds memory."""
 
+_OUTPUTS = set(names_of(OutputSettings)) - {"callbacks"}
+
 _PARTS = (
     *("actor", "critic", "joint", "estimator", "single_turn", "partial", "process_group"),
     *("value_network", "value_chunk_size"),
@@ -55,6 +57,9 @@ def effective_settings(config: RunSettings, loss: TurnLoss | None = None) -> dic
     left_out = {*_NO_EFFECT, *vars(config.loss)} - {"loss_class", "loss_options", "estimator", "estimator_options"}
     values = {name: value for name, value in settings.items() if name not in left_out}
     values |= {name: each.value for name, each in _options(loss).items() if name in settings or each.is_changed}
+    for name in ("loss_options", "estimator_options"):  # most are attributes, and there already
+        rest = {option: value for option, value in values.pop(name).items() if option not in values}
+        values |= {name: rest} if rest else {}
     if type(loss) is not config.loss.loss_type():
         values["loss"] = named(type(loss))
     if config.loss.estimator is None and type(loss.value_estimator) is not loss.default_value_estimator:
@@ -121,8 +126,8 @@ def changed_settings(config: RunSettings, loss: TurnLoss | None = None) -> dict[
         >>> changed_settings(RunSettings.from_values(granularity="token", gamma=0.9))
         {'gamma': ['0.9', '1.0'], 'granularity': ['token', 'turn']}
     """
-    outputs, options = names_of(OutputSettings), config.options()
-    others = {name: value for name, value in config.values().items() if name not in {*outputs, *vars(config.loss)}}
+    options = config.options()
+    others = {name: value for name, value in config.values().items() if name not in {*_OUTPUTS, *vars(config.loss)}}
     changed = {name: value for name, value in others.items() if value != options[name].default} | config.loss.changed()
     pairs = {name: _Value(value, _default(config, name)) for name, value in sorted(changed.items())}
     if loss is not None:

@@ -99,8 +99,7 @@ class LossSettings(Alternative):
         if self.estimator is None:
             return self.loss_type().default_value_estimator
         name = self.estimator if ":" in self.estimator else f"torchrl_llm.objectives:{self.estimator}"
-        expected = 'a class of torchrl_llm.objectives, or "package.module:Name"'
-        return find_class("estimator", name, objectives.TurnEstimator, expected)
+        return find_class("estimator", name, objectives.TurnEstimator, ", or the name of one of torchrl_llm.objectives")
 
     def _take_defaults(self, kind: type[Any], names: Collection[str]) -> None:
         """Take the defaults of a class for options that are not given."""

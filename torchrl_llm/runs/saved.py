@@ -117,10 +117,13 @@ class SavedModel:
         else:
             for name in ("quantization", "dtype"):  # the files have a dtype of their own
                 kept.pop(name, None)
-        if "env_name" in changes:
+        same = changes.get("env_name") == self.settings.get("env_name")
+        if "env_name" in changes and not same:
             for name in ("env_weights", "env_options"):
                 kept.pop(name, None)
-        check_kept(kept, self.path)
+        # The folder's options of an environment that its user names are asked for as the folder's.
+        named = {"env_name": changes["env_name"]} if same and kept.get("env_options") else {}
+        check_kept({**kept, **named}, self.path)
         tokenizer = {} if self.tokenizer is None else {"tokenizer_path": str(self.tokenizer)}
         return RunSettings.from_values(**{**base, **tokenizer, **kept, **changes})
 

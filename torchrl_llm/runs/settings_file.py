@@ -151,7 +151,11 @@ class _Reader:
         given = [str(each.value) for each, _ in node.value]
         if name in settings:
             place = section_of(self.cls, name)
-            stands = f"{name} stands in no section" if place is None else f"{name} stands in the section {place}"
+            stands = (
+                f"{name} stands in no section, but beside them"
+                if place is None
+                else f"{name} stands in the section {place}"
+            )
             old = section is None and sections.keys().isdisjoint(given)
             return f"{stands}{': torchrl-llm migrate translates a file without sections, as they were before 0.3.0' if old else ''}."
         if name in sections:

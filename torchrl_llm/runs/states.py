@@ -101,9 +101,23 @@ class Optimizer:
         )
         if theirs != ours:
             raise CheckpointError(
-                f"The checkpoint's optimizer has parameter groups of {theirs} tensors; expected {ours}, as the one here has (actor, then "
-                "critic). Load the weights alone (load_optimizer=False), or give the run the algorithm and networks of the checkpoint."
+                f"The checkpoint's optimizer has parameter groups of {theirs} tensors; expected {ours}, as the one here has (of actor, "
+                "critic and the loss, as far as there are any). Give the run the algorithm, networks and loss of the checkpoint, "
+                "start another run from its weights with init_from, or load them alone (load_optimizer=False)."
             )
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for index, values in state_dict["state"].items():
+            shape = parameters[int(index)].shape
+            if wrong := [
+                value.shape
+                for value in values.values()
+                if torch.is_tensor(value) and value.ndim and value.shape != shape
+            ]:
+                raise CheckpointError(
+                    f"The checkpoint's optimizer has the state of a parameter of shape {[*wrong[0]]}, which has the shape {[*shape]} "
+                    "here. Give the run the networks and the loss of the checkpoint, or start another run from its weights with "
+                    "init_from."
+                )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state, or this rank's shard of it."""

@@ -134,6 +134,8 @@ def wrong_engine(config: Any) -> Iterator[str]:
     engine, rollouts = config.engine, config.rollouts
     if isinstance(engine, CustomSettings) and engine.engine_class is None:
         yield 'policy="custom" needs engine_class, what makes the engine: "package.module:Name".'
+    if isinstance(engine, CustomSettings) and "seed" in engine.engine_options:
+        yield "engine_options has seed, which is a setting of its own: leave it out."
     if not isinstance(engine, VLLMSettings):
         return
     if rollouts.staleness and engine.sleep_mode:

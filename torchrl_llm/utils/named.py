@@ -1,4 +1,4 @@
-"""Parts of one's own that settings name as ``"package.module:Name"``: :func:`find_named`."""
+"""Parts of one's own that settings name as ``"package.module:Name"``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def find_named(setting: str, name: str, expected: str) -> Any:
     Args:
         setting: its name, for messages.
         name: ``"package.module:Name"``.
-        expected: in words, for messages.
+        expected: what it is to be, in words.
 
     Raises:
         ConfigError: it cannot be imported.
@@ -25,20 +25,20 @@ def find_named(setting: str, name: str, expected: str) -> Any:
         <class 'collections.Counter'>
         >>> find_named("callbacks", "collections:Contour", "a Callback")
         Traceback (most recent call last):
-        torchrl_llm.utils.options.ConfigError: callbacks names 'collections:Contour', which cannot be imported (module 'collections' has no attribute 'Contour'); expected a Callback.
+        torchrl_llm.utils.options.ConfigError: callbacks names 'collections:Contour', which cannot be imported (module 'collections' has no attribute 'Contour'); expected "package.module:Name" of a Callback.
     """
     try:
         return resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
         raise ConfigError(
-            f"{setting} names {name!r}, which cannot be imported ({error}); expected {expected}."
+            f'{setting} names {name!r}, which cannot be imported ({error}); expected "package.module:Name" of {expected}.'
         ) from error
 
 
-def find_class(setting: str, name: str, base: type, expected: str = '"package.module:Name"') -> Any:
-    """The subclass of ``base`` that ``name`` names; arguments and errors as of
-    :func:`find_named`, and a ``ConfigError`` if it is none."""
-    found = find_named(setting, name, expected)
+def find_class(setting: str, name: str, base: type, other: str = "") -> Any:
+    """The subclass of ``base`` that ``name`` names; errors as of :func:`find_named`, and a
+    ``ConfigError`` if it is none. ``other`` is what else is expected, for messages."""
+    found = find_named(setting, name, f"a subclass of {base.__name__}{other}")
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(f"{setting} names {name!r}, which is {found!r}; expected a subclass of {base.__name__}.")
     return found
@@ -56,7 +56,7 @@ def call_named(setting: str, name: str, found: Callable[..., Any], /, *args: Any
     try:
         return found(*args, **options)
     except TypeError as error:
-        raise ConfigError(f"{setting} names {name!r}, which does not take its arguments: {error}") from error
+        raise ConfigError(f"{setting} names {name!r}, which cannot be made: {error}") from error
 
 
 def make_named(setting: str, name: str, found: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
