@@ -199,7 +199,7 @@ class TestNamedInAFile:
             2.0,
         )
         assert effective != effective_settings(config.replace(loss_options={"strength": 0.5}))
-        assert not {"loss_options", "estimator_options"} & effective.keys()  # each is there by its name
+        assert not {"loss_options", "estimator_options"} & effective.keys()
 
     @pytest.mark.parametrize(
         ("settings", "said"),
