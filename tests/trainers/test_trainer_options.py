@@ -10,11 +10,11 @@ from torchrl_llm import keys
 from torchrl_llm.collectors.stock import StockCollector
 from torchrl_llm.data import nonzero_variance, overlong, penalize_overlong
 from torchrl_llm.objectives import GroupRelative, TurnVTrace
-from torchrl_llm.runs import ConfigError, build_run, make_objective
-from torchrl_llm.runs.loss_settings import ALGORITHMS
+from torchrl_llm.runs import ConfigError, LossSettings, RunSettings, build_run, make_objective
 from torchrl_llm.testing.environments import Echo
 from torchrl_llm.trainers import Callback, LLMTrainer
 from torchrl_llm.utils.options import options_of
+from torchrl_llm.utils.sections import sections_of
 
 
 class TestOptions:
@@ -37,10 +37,10 @@ class TestOptions:
         """All options of a loss and its estimator are settings, but those that a run decides."""
         decided = {"actor", "critic", "joint", "estimator", "value_network", "single_turn", "partial", "process_group"}
         decided |= {"group_size", "value_chunk_size", "ddof", "eps"}
-        for kind in ALGORITHMS:
+        for kind in sections_of(RunSettings)["loss"]:
             parts = options_of(kind.stock).keys() | options_of(kind.stock.default_value_estimator).keys()
             inherited = {"kl_coeff", "discounted_objective", "clip_advantage"} if kind.__name__ == "SFT" else set()
-            assert parts - decided - inherited == options_of(kind).keys() - {"estimator"}
+            assert parts - decided - inherited == options_of(kind).keys() - options_of(LossSettings).keys()
 
     @pytest.mark.parametrize(("choice", "top_p", "scored"), [("sampler", 0.8, False), ("scorer", 1.0, True)])
     def test_old_log_probs(self, tmp_path, choice, top_p, scored):
