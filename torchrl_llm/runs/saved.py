@@ -117,7 +117,7 @@ class SavedModel:
         else:
             for name in ("quantization", "dtype"):  # the files have a dtype of their own
                 kept.pop(name, None)
-        same = changes.get("env_name") == self.settings.get("env_name")
+        same = "env_name" in changes and changes["env_name"] == self.settings.get("env_name")
         if "env_name" in changes and not same:
             for name in ("env_weights", "env_options"):
                 kept.pop(name, None)
