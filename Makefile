@@ -8,7 +8,8 @@ RAY    ?= $(if $(wildcard $(VLLM)/.test),$(VLLM),.venv-ray)
 WHEEL  := .venv-wheel
 # Byte code is compiled at the first import, of what is imported (all of PyTorch and transformers would take minutes), and
 # written also where the environment forbids it: the tests start a hundred processes, of 18 seconds without it and 7 with it.
-RUN    := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
+# Ray's workers begin at a niceness of 15: beside two busy processes a page of the docs takes more than 400 seconds, and 49 at 0.
+RUN    := RAY_worker_niceness=0 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 # Tests that are not marked gpu are of CPUs and of a GPU that is pretended, also where there is one.
 TESTS  := CUDA_VISIBLE_DEVICES= $(RUN)
 PIP    := pip install --quiet --disable-pip-version-check --no-compile

@@ -25,7 +25,6 @@ same = partial(scripted_episodes.same, atol=1e-5)
 def running_ray():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv("RAY_worker_niceness", "0")
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         ReusingCluster.warm_up(3)
         yield
