@@ -5,8 +5,13 @@ weight_update/test_third_engine.py.
 """
 
 import json
+import re
+import zlib
+from base64 import b64decode
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,8 +21,10 @@ from torchrl.envs import RewardScaling, TransformedEnv
 from torchrl_llm import keys
 from torchrl_llm.envs import GEMEnv, UnknownEnvironmentError
 from torchrl_llm.objectives import LLMReinforceLoss, TurnEstimator
+from torchrl_llm.report.run_report import run_and_report
 from torchrl_llm.runs import ConfigError, RunSettings, build_run
 from torchrl_llm.runs.effective_settings import changed_settings, effective_settings
+from torchrl_llm.runs.recording import read_recording
 from torchrl_llm.trainers import Callback
 from torchrl_llm.utils.options import Share
 
@@ -37,6 +44,39 @@ SMALL = {
 
 def small_run(tmp_path, *, settings=None, **parts):
     return build_run(RunSettings.from_values(output_dir=tmp_path, **SMALL | (settings or {})), **parts)
+
+
+class Hurried:
+    """One turn, with a column of its own: the length of the response."""
+
+    extras: ClassVar = {"spoken": float}
+
+    def reset(self, seed=None):
+        return "Speak.", {}
+
+    def step(self, action):
+        return "", 1.0, True, False, {"spoken": len(action)}
+
+
+class Spoken(Callback):
+    """A metric made of that column."""
+
+    def on_batch(self, trainer, rows, metrics):
+        metrics["spoken/mean"] = rows[keys.turn_extra("spoken")][rows[keys.TURN_MASK]].mean().item()
+
+
+def test_a_column_of_ones_own_reaches_rows_metrics_recordings_and_the_report(tmp_path):
+    config = RunSettings.from_values(output_dir=tmp_path, **SMALL | {"kl_coeff": 0.0, "max_iterations": 1})
+    run_and_report(config, partial(build_run, config, env=Hurried, callbacks=[Spoken()]))
+    spoken = read_recording(tmp_path / "rollouts" / "iteration-000000000001.safetensors").extras["spoken"]
+    assert spoken.shape == (4, 1)
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    logged = dict(zip(lines[0].split(","), lines[1].split(","), strict=True))
+    assert float(logged["spoken/mean"]) == pytest.approx(spoken.mean(), rel=1e-4)
+    page = (tmp_path / "report.html").read_text()
+    block = re.search(r'<script type="text/plain" id="index">(.*?)</script>', page)[1]
+    episodes = [each for group in json.loads(zlib.decompress(b64decode(block)))["groups"] for each in group["episodes"]]
+    assert {value for each in episodes for value in each["extras"]["spoken"]} >= {*spoken[:, 0].tolist()}
 
 
 class CenteredReturn(TurnEstimator):

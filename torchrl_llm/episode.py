@@ -7,13 +7,14 @@ once, so it needs no more memory than its row.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from torchrl_llm.keys import StopReason
+from torchrl_llm.keys import REWARD, NestedKey, StopReason
 
 LARGEST_REWARD = 1e12
 """Rewards are at most of this size: credit adds up the squares of returns in float32, which ends at
@@ -73,8 +74,8 @@ class Episode:
         task_id: of its :class:`~torchrl_llm.envs.TaskIdentity`; ``None``: not known.
         turns: the responses.
         rewards: of the turns that the environment has processed.
-        extras: of these turns, name -> number, or hash of a text as an ``int``
-            (:mod:`torchrl_llm.envs.extras`); empty if the environment has none.
+        columns: of these turns, the other columns (:class:`~torchrl_llm.keys.TurnColumn`), by name:
+            numbers, or hashes of texts as ``int``.
         texts: hash -> text, as far as known.
         contexts: the tokens of each segment that is over, int64: up to its last response, and with
             the last feedback for the last segment.
@@ -91,7 +92,7 @@ class Episode:
     task_id: int | None = None
     turns: list[Turn] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    extras: list[dict[str, float]] = field(default_factory=list)
+    columns: dict[NestedKey, list[float]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     contexts: list[npt.NDArray[np.int64]] = field(default_factory=list)
     stop_reason: int = StopReason.RUNNING
@@ -126,6 +127,11 @@ class Episode:
         if len(turn.versions):
             oldest = int(turn.versions.min())
             self.oldest = oldest if self.oldest is None else min(self.oldest, oldest)
+
+    def record(self, values: Mapping[NestedKey, float]) -> None:
+        """Record what the environment returned to the last response, in each column."""
+        for name, value in values.items():
+            (self.rewards if name == REWARD else self.columns.setdefault(name, [])).append(value)
 
     def end_segment(self, context: npt.NDArray[np.int64]) -> None:
         """Record that the context ``[l]`` before the last response is cut after it, where the next

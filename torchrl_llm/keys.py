@@ -10,17 +10,19 @@ of context, ``A`` tokens of the longest response.
 
 Padding, trimming and the tables of the documentation come from these two. Floats are float32, or
 the input's dtype if wider. Keys of your own that follow tokens or turns are added by
-:func:`declare_row_key`.
+:func:`declare_row_key`. What comes with each turn beside its tokens is a :class:`TurnColumn`, and
+the same in both views.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_tensor_collection
 from torch import Tensor
 
 NestedKey = str | tuple[str, ...]
@@ -60,6 +62,44 @@ class KeySpec:
     fill: int = 0
 
 
+@dataclass(frozen=True)
+class TurnColumn:
+    """A number, text or flag that comes with each turn beside its tokens.
+
+    It has one name from the environment to the report: below ``"next"`` in the turn view, below
+    ``"turn"`` in rows, after ``"turn."`` in recordings, and by itself in an
+    :class:`~torchrl_llm.episode.Episode`. What knows none of them by name passes all of them on.
+
+    Attributes:
+        name: the key; :func:`extra` of those that an environment declares.
+        kind: ``float`` for a number, ``str`` for a text, whose hash travels, ``bool`` or ``int``.
+        meaning: one line for the documentation.
+
+    Examples:
+        >>> regret = TurnColumn(extra("regret"), float)
+        >>> row_key(regret.name), regret.dtype, regret.blank
+        (('turn', 'extra', 'regret'), torch.float32, nan)
+    """
+
+    name: NestedKey
+    kind: type
+    meaning: str = ""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its tensors."""
+        return torch.float32 if self.kind is float else torch.bool if self.kind is bool else torch.int64
+
+    @property
+    def blank(self) -> float:
+        """The value of a turn that has none; padding is 0."""
+        return math.nan if self.kind is float else 0
+
+
+COLUMNS: dict[str, TurnColumn] = {}
+"""The columns that all turns have, by name; an environment may declare more
+(:mod:`torchrl_llm.envs.columns`)."""
+
 TURN_VIEW: dict[NestedKey, KeySpec] = {}
 """The turn view, by name."""
 
@@ -75,6 +115,11 @@ def _turn(name: _K, axis: Axis, dtype: torch.dtype, writer: str, meaning: str, f
 def _row(name: _K, axis: Axis, dtype: torch.dtype, writer: str, meaning: str, fill: int = 0) -> _K:
     ROW_VIEW[name] = KeySpec(name, axis, dtype, writer, meaning, fill)
     return name
+
+
+def _column(name: str, kind: type, meaning: str) -> str:
+    COLUMNS[name] = column = TurnColumn(name, kind, meaning)
+    return _turn(name, "step", column.dtype, "env", meaning)
 
 
 _INT, _BOOL, _FLOAT = torch.int64, torch.bool, torch.float32
@@ -95,12 +140,12 @@ RESPONSE_LOG_PROBS = _turn(
 )
 TURN_IDS = _turn("turn_ids", "response", _INT, "policy", "the turn of each token; -1 off the mask", -1)
 POLICY_VERSION = _turn("policy_version", "response", _INT, "policy", "the weights that sampled it; -1 off the mask", -1)
-REWARD = _turn("reward", "step", _FLOAT, "env", "reward of the turn")
+REWARD = _column("reward", float, "reward of the turn")
 DONE = _turn("done", "step", _BOOL, "env", "terminated or truncated")
-TERMINATED = _turn("terminated", "step", _BOOL, "env", "the environment ended the episode")
-TRUNCATED = _turn("truncated", "step", _BOOL, "env", "a budget or a failure ended the episode")
-SUCCESS = _turn("success", "step", _BOOL, "env", "the episode ended in success")
-STOP_REASON = _turn("stop_reason", "step", _INT, "env", "a StopReason")
+TERMINATED = _column("terminated", bool, "the environment ended the episode here")
+TRUNCATED = _column("truncated", bool, "a budget or a failure ended the episode here")
+SUCCESS = _column("success", bool, "the episode ended in success here")
+STOP_REASON = _column("stop_reason", int, "a StopReason")
 
 COLLECTOR_MASK = _turn(("collector", "mask"), "step", _BOOL, "collector", "True on steps that were taken; optional")
 
@@ -110,12 +155,10 @@ ATTENTION_MASK = _row("attention_mask", "token", _BOOL, "sequence", "True on the
 _row(TURN_IDS, "token", _INT, "sequence", "-1: not an action; the action mask is turn_ids >= 0", -1)
 _row(POLICY_VERSION, "token", _INT, "sequence", "the weights that sampled it; -1: not an action", -1)
 SAMPLE_LOG_PROB = _row("sample_log_prob", "token", _FLOAT, "sequence", "index i: log p(token i given those before i)")
-TURN_REWARD = _row(("turn", "reward"), "turn", _FLOAT, "sequence", "reward of each turn")
+TURN_REWARD, TURN_TERMINATED, TURN_TRUNCATED, TURN_SUCCESS, TURN_STOP_REASON = (
+    _row((TURN, name), "turn", column.dtype, "sequence", column.meaning) for name, column in COLUMNS.items()
+)
 TURN_MASK = _row(("turn", "mask"), "turn", _BOOL, "sequence", "True on turns that were taken")
-TURN_TERMINATED = _row(("turn", "terminated"), "turn", _BOOL, "sequence", "the environment ended it here")
-TURN_TRUNCATED = _row(("turn", "truncated"), "turn", _BOOL, "sequence", "a budget or a failure ended it here")
-TURN_SUCCESS = _row(("turn", "success"), "turn", _BOOL, "sequence", "the episode ended in success here")
-TURN_STOP_REASON = _row(("turn", "stop_reason"), "turn", _INT, "sequence", "a StopReason")
 for _name in (EPISODE_ID, GROUP_ID, ENV_ID, TASK_ID):
     _row(_name, "row", _INT, "sequence", TURN_VIEW[_name].meaning)
 TREE_ID = _row("tree_id", "row", _INT, "collector", "the episode that the row is, or was continued from; optional", -1)
@@ -159,7 +202,7 @@ def turn_extra(name: str) -> tuple[str, str, str]:
 
     A turn without a value has NaN, or 0 for a text; padding is 0.
     """
-    return "turn", "extra", name
+    return TURN, *extra(name)
 
 
 def turn_extras(rows: TensorDictBase) -> dict[str, Tensor]:
@@ -170,8 +213,63 @@ def turn_extras(rows: TensorDictBase) -> dict[str, Tensor]:
         >>> turn_extras(TensorDict({turn_extra("regret"): torch.zeros(1, 2)}, [1]))
         {'regret': tensor([[0., 0.]])}
     """
-    found = rows.get(("turn", "extra"), None)
-    return {} if found is None else dict(found.items())
+    return {name[-1]: value for name, value in declared_columns(rows.get(TURN, None)).items()}
+
+
+def declared_columns(turns: TensorDictBase | None) -> dict[NestedKey, Tensor]:
+    """The columns that environments declare, by name.
+
+    Args:
+        turns: what is below ``"next"`` in the turn view, or below ``"turn"`` in rows; ``None``:
+            there is nothing.
+    """
+    found: Any = None if turns is None else turns.get("extra", None)
+    # An environment of another kind may have a key of its own in their place.
+    return {extra(name): x for name, x in found.items() if isinstance(x, Tensor)} if is_tensor_collection(found) else {}
+
+
+def row_key(name: NestedKey) -> NestedKey:
+    """The key in the row view of a column.
+
+    Examples:
+        >>> row_key("reward"), row_key(extra("regret"))
+        (('turn', 'reward'), ('turn', 'extra', 'regret'))
+    """
+    return TURN, *((name,) if isinstance(name, str) else name)
+
+
+def extra_of(rows: TensorDictBase, name: str, kind: type, *, option: str, instead: str) -> Tensor:
+    """The extra ``name`` of rows ``[B]``, which its environment declares as ``kind``: ``[B, T]``.
+
+    Args:
+        rows: ``[B]``.
+        name: of the extra.
+        kind: ``float`` or ``str``.
+        option: which asks for it, for the errors.
+        instead: what to do without one, for the errors.
+
+    Raises:
+        KeyError: the rows have no extra of that name.
+        TypeError: the extra is of the other kind.
+    """
+    extras = turn_extras(rows)
+    if name not in extras:
+        raise KeyError(
+            f"{option} names {name!r}, which is not an extra of these rows, which have {sorted(extras)}: {instead}."
+        )
+    if extras[name].is_floating_point() is not (kind is float):
+        given, wanted = ("text", "number") if kind is float else ("number", "text")
+        raise TypeError(
+            f"{option}: {name!r} is a {given}; expected one that is declared as a {wanted} ({kind.__name__})."
+        )
+    return extras[name]
+
+
+def known_entries(rows: TensorDictBase) -> dict[NestedKey, Tensor]:
+    """The entries of rows that are declared: those of :data:`ROW_VIEW`, and all columns of their
+    turns."""
+    names = [*ROW_VIEW, *map(row_key, declared_columns(rows.get(TURN, None)))]
+    return {name: value for name in names if (value := rows.get(name, None)) is not None}
 
 
 def declare_row_key(spec: KeySpec) -> None:

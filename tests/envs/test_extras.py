@@ -20,7 +20,7 @@ from torchrl_llm import collectors, keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
 from torchrl_llm.data import TurnsToSequence, cat_rows, micro_batches, turns_to_rows
 from torchrl_llm.envs import EnvironmentFault, EnvSpec, GEMEnv, TextStep, text_key
-from torchrl_llm.envs.extras import MOST_CHARACTERS
+from torchrl_llm.envs.columns import MOST_CHARACTERS
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.worlds import Coins, KeyAndDoor, coins_optimum

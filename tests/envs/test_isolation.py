@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from waiting import LIMIT, wait_until
 
-from torchrl_llm.envs import isolation
+from torchrl_llm.envs import EnvSpec, isolation
 from torchrl_llm.envs.isolation import IsolatedEnv, kept_global_rng, revoke_global_rng
 from torchrl_llm.testing.environments import Dice, Slow, StopOrGo
 
@@ -105,7 +105,7 @@ class TestBusy:
                 return super().step(action)
 
         def play(_):
-            game = IsolatedEnv(Long, "long-and-undeclared")
+            game = IsolatedEnv(EnvSpec("long-and-undeclared", Long))
             game.reset(0)
             game.step("stop")
 

@@ -7,7 +7,7 @@ from small_runs import small_config
 from torchrl_llm import keys
 from torchrl_llm.objectives import GroupRelative
 from torchrl_llm.runs import build_run
-from torchrl_llm.runs.wrong_settings import missing_extras
+from torchrl_llm.runs.wrong_settings import missing_columns
 from torchrl_llm.utils.options import ConfigError
 
 STATE = {"credit": "state", "baseline": "leave_one_out", "scale": "none"}
@@ -33,7 +33,7 @@ def test_states_of_a_subclass_read_what_they_like():
         def states(self, tensordict):
             return keys.turn_extras(tensordict)["board"] // 10
 
-    assert [*missing_extras(Tens(state="tens", **STATE), {"board": str})] == []
+    assert [*missing_columns(Tens(state="tens", **STATE), [keys.TurnColumn(keys.extra("board"), str)])] == []
 
 
 @pytest.mark.parametrize("state", ["state", "prefix", "observation"])

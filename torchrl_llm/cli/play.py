@@ -119,8 +119,8 @@ def play(env: GEMEnv, index: int, answer: Answer, terminal: Terminal) -> dict[st
             return {"task": index, "turns": turns, "return": env.slots[0].total, "stop_reason": "", "success": False}
         reply = env.slots.answer(0, response)
         env.slots.advance(0, response, reply)
-        turns.append({"message": message, "response": env.formatter.decode(response), "reward": reply.reward})
-        terminal.show(f"reward {reply.reward:g}", style="green" if reply.reward > 0 else "dim")
+        turns.append({"message": message, "response": env.formatter.decode(response), "reward": reply.step.reward})
+        terminal.show(f"reward {reply.step.reward:g}", style="green" if reply.step.reward > 0 else "dim")
         _show_message(terminal, env)
     slot = env.slots[0]
     reason = slot.stop_reason.name.lower().replace("_", " ")

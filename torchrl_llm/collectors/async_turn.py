@@ -262,11 +262,8 @@ class ThreadExecutor(RolloutExecutor):
             if reply.dropped:
                 episode.end_segment(self.slots.context(slot))
             self.slots.advance(slot, episode.turns[-1].tokens.tolist(), reply)
-            episode.rewards.append(reply.reward)
-            if self.slots.extras:
-                extras = self.slots[slot].extras
-                episode.extras.append(extras.values)
-                episode.texts |= extras.texts
+            episode.record(self.slots.values(slot))
+            episode.texts |= reply.step.texts
         state, context = self.slots[slot], self.slots.context(slot)
         if not state.finished:
             self._request(slot, episode)

@@ -55,7 +55,7 @@ class EpisodeCollector(Checked, BaseCollector):
         runs_here: whether the policy of this process collects.
         episodes: the last batch as it was collected, what :func:`~torchrl_llm.collectors.branch`
             continues.
-        texts: hash -> text of the extras in the last batches (:mod:`torchrl_llm.envs.extras`), of
+        texts: hash -> text of the columns in the last batches (:mod:`torchrl_llm.envs.columns`), of
             4,096 characters each at most: the newest 65,536, and of these as many as have 2**24
             characters together.
     """

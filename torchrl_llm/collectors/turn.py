@@ -224,7 +224,7 @@ class LockstepExecutor(RolloutExecutor):
         self._current = self._env.step_mdp(step)
         for slot, episode in active_episodes.items():
             if self._slots is not None:
-                episode.texts |= self._slots[slot].extras.texts
+                episode.texts |= self._slots[slot].steps[-1].texts
             if episode.finished:
                 self._episodes[slot] = None
             if episode.stop_reason in FAILED and not self._queue.keep_failed:

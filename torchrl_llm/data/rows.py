@@ -50,7 +50,7 @@ def rows_from_episodes(
     cut and rebuilt on the way (``GEMEnv(overflow="slide")``), a row holds the segments one after
     the other, with one column of padding between them: a gap in ``attention_mask``. So nothing is
     trained on with a context that the policy did not see (:mod:`torchrl_llm.modules.segments`).
-    Extras of environments are at :func:`~torchrl_llm.keys.turn_extra`; all episodes have the same.
+    The columns of turns are at :func:`~torchrl_llm.keys.row_key`; all episodes have the same.
 
     Rows take about 29 bytes a token; no larger tensor is made on the way.
 
@@ -80,7 +80,7 @@ def rows_from_episodes(
     if any(episode.task_id is None for episode in episodes):
         # With the fill value, episodes without an id would count as one task, -1.
         del rows[keys.TASK_ID]
-    rows |= _empty_extras(episodes, num_turns, dtype)
+    rows |= _empty_columns(episodes, num_turns, dtype)
     arrays = {key: value.numpy() for key, value in rows.items()}
     for i, episode in enumerate(episodes):
         row = {key: value[i : i + 1].reshape(-1) for key, value in arrays.items()}  # views
@@ -115,14 +115,11 @@ def _empty_rows(size: int, width: int, num_turns: int, dtype: torch.dtype) -> di
     }
 
 
-def _empty_extras(episodes: Sequence[Episode], num_turns: int, dtype: torch.dtype) -> dict[keys.NestedKey, Tensor]:
-    given = {name: value for episode in episodes for extras in episode.extras[:1] for name, value in extras.items()}
-    return {
-        keys.turn_extra(name): torch.zeros(
-            len(episodes), num_turns, dtype=dtype if isinstance(value, float) else torch.int64
-        )
-        for name, value in given.items()
-    }
+def _empty_columns(episodes: Sequence[Episode], num_turns: int, dtype: torch.dtype) -> dict[keys.NestedKey, Tensor]:
+    """The columns beside those that all turns have."""
+    given = {name: type(values[0]) for episode in episodes for name, values in episode.columns.items()}
+    dtypes = {name: dtype if kind is float else torch.int64 for name, kind in given.items()}
+    return {keys.row_key(name): torch.zeros(len(episodes), num_turns, dtype=each) for name, each in dtypes.items()}
 
 
 def _write_tokens(row: _Row, episode: Episode) -> None:
@@ -144,17 +141,11 @@ def _write_tokens(row: _Row, episode: Episode) -> None:
 
 def _write_turns(row: _Row, episode: Episode) -> None:
     count = len(episode.turns)
-    row[keys.TURN_REWARD][:count] = episode.rewards
-    for turn, extras in enumerate(episode.extras):
-        for name, value in extras.items():
-            row[keys.turn_extra(name)][turn] = value
+    for name, values in ((keys.REWARD, episode.rewards), *episode.columns.items()):
+        row[keys.row_key(name)][:count] = values
     row[keys.TURN_MASK][:count] = True
-    row[keys.TURN_TERMINATED][count - 1] = episode.terminated
-    row[keys.TURN_TRUNCATED][count - 1] = episode.truncated
-    row[keys.TURN_SUCCESS][count - 1] = episode.success
-    row[keys.TURN_STOP_REASON][count - 1] = episode.stop_reason
-    row[keys.EPISODE_ID][0] = episode.episode_id
-    row[keys.GROUP_ID][0] = episode.group_id
-    row[keys.ENV_ID][0] = episode.env_id
-    if keys.TASK_ID in row:
-        row[keys.TASK_ID][0] = episode.task_id
+    for name in (keys.TERMINATED, keys.TRUNCATED, keys.SUCCESS, keys.STOP_REASON):
+        row[keys.row_key(name)][count - 1] = getattr(episode, name)
+    for name in (keys.EPISODE_ID, keys.GROUP_ID, keys.ENV_ID, keys.TASK_ID):
+        if name in row:
+            row[name][0] = getattr(episode, name)

@@ -77,9 +77,9 @@ def turns_to_rows(
 
     Of several workers, as TorchRL's ``ParallelEnv`` and ``SerialEnv`` stack them (``[W, N, T]``),
     ``B = W * N``. Turns count as played where ``("collector", "mask")`` (if present) is True and
-    ``prompt_length > 0``; episodes without any are dropped, hence ``B' <= B``. What is below
-    ``("next", "extra")`` comes along if it has one element a turn (the extras of
-    :class:`~torchrl_llm.envs.GEMEnv`); other keys of an environment do not. How rows look:
+    ``prompt_length > 0``; episodes without any are dropped, hence ``B' <= B``. The columns of the
+    turns come along (:class:`~torchrl_llm.keys.TurnColumn`), those that an environment declares if
+    they have one element a turn; other keys of an environment do not. How rows look:
     :func:`~torchrl_llm.data.rows_from_episodes`.
 
     Args:
@@ -163,22 +163,11 @@ def record_turns(episodes: Sequence[Episode], steps: TensorDictBase) -> None:
     read |= {key: steps.get(key, uncut) for key in (keys.SEGMENT, ("next", keys.SEGMENT))}
     # NumPy has no bfloat16.
     arrays = {key: (x.float() if x.dtype is torch.bfloat16 else x).numpy(force=True) for key, x in read.items()}
-    rewards = steps["next", keys.REWARD].flatten().tolist()
-    columns = {name: value.flatten().tolist() for name, value in _extras(steps).items()}
+    columns = {keys.REWARD: steps["next", keys.REWARD], **keys.declared_columns(steps["next"])}
+    values = {name: column.flatten().tolist() for name, column in columns.items() if column.numel() == len(episodes)}
     for i, episode in enumerate(episodes):
         _record_turn(episode, {key: value[i] for key, value in arrays.items()})
-        episode.rewards.append(rewards[i])
-        if columns:
-            episode.extras.append({name: column[i] for name, column in columns.items()})
-
-
-def _extras(steps: TensorDictBase) -> dict[str, Tensor]:
-    """The extras of ``n`` steps, one element each: an environment of another kind may have keys of
-    its own in their place."""
-    extras = steps["next"].get("extra", None)
-    if not isinstance(extras, TensorDictBase):
-        return {}
-    return {name: x for name, x in extras.items() if isinstance(x, Tensor) and x.numel() == len(steps)}
+        episode.record({name: column[i] for name, column in values.items()})
 
 
 def _record_turn(episode: Episode, step: dict[Any, np.ndarray[Any, Any]]) -> None:

@@ -11,9 +11,9 @@ from torchrl_llm.envs.chat import (
     ControlTokenError,
     compose_message,
 )
+from torchrl_llm.envs.columns import Extras, text_key
 from torchrl_llm.envs.dataset import PromptDatasetEnv, PromptFormatter, RowTaskSampler, read_rows, train_test_split
 from torchrl_llm.envs.env import GEMEnv
-from torchrl_llm.envs.extras import Extras, text_key
 from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.games import Game, GameSlots, SelfPlayEnv
 from torchrl_llm.envs.gem_catalog import GEM_CLASSES, MissingGEMError, divide_rows

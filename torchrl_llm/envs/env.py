@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_llm import keys
 from torchrl_llm.envs.answers import MissingThinking
 from torchrl_llm.envs.chat import ChatFormatter, Template
-from torchrl_llm.envs.extras import ExtraKinds
+from torchrl_llm.envs.columns import ExtraKinds
 from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.isolation import MAX_THREADS
 from torchrl_llm.envs.registry import EnvSource, resolve_env
@@ -131,7 +131,7 @@ class GEMEnv(Checked, EnvBase):
         mixture: the :class:`~torchrl_llm.envs.EnvSpec` of each environment.
         names: of the environments.
         extras: name -> ``float`` or ``str`` of the extras that its environments declare
-            (:mod:`~torchrl_llm.envs.extras`).
+            (:mod:`~torchrl_llm.envs.columns`).
         formatter: the :class:`~torchrl_llm.envs.ChatFormatter`.
         task_sampler: which task each index is; it may be replaced.
         num_sampled: tasks sampled so far.
@@ -159,7 +159,6 @@ class GEMEnv(Checked, EnvBase):
 
     mixture = Delegated[tuple[EnvSpec, ...]]("slots.mixture")
     names = Delegated[tuple[str, ...]]("slots.names")
-    extras = Delegated[ExtraKinds]("slots.extras")
     formatter = Delegated[ChatFormatter]("slots.formatter")
     task_sampler = Delegated[TaskSampler]("slots.task_sampler")
     num_sampled = Delegated[int]("slots.num_sampled")
@@ -289,6 +288,10 @@ class GEMEnv(Checked, EnvBase):
         ``None``: not known."""
         return tuple(True if self.max_turns == 1 else spec.single_turn for spec in self.mixture)
 
+    @property
+    def extras(self) -> ExtraKinds:
+        return {column.name[-1]: column.kind for column in self.slots.columns}
+
     def rollout(self, max_steps: int, policy: Any = None, *args: Any, **kwargs: Any) -> TensorDictBase:
         """TorchRL's rollout; the policy's stop ids end responses here too."""
         if isinstance(policy, HasStopIds):  # TorchRL takes any function, and None
@@ -384,8 +387,10 @@ class GEMEnv(Checked, EnvBase):
                 'or leave them out with the partial-step mask "_step".'
             )
         responses = responses_of(tensordict)
-        rewards = slots.step({i: responses[i] for i in chosen if slots[i].live})
-        reward = torch.tensor([[rewards.get(i, 0.0)] for i in range(len(slots))])
+        live = {i: responses[i] for i in chosen if slots[i].live}
+        slots.step(live)
+        reward = torch.zeros(len(slots), 1)
+        reward.numpy()[[*live], 0] = [slots[i].steps[-1].reward for i in live]
         return self._tensordict(observation_of(slots) | done_of(slots) | {keys.REWARD: reward})
 
     def _tensordict(self, values: dict[Any, Tensor]) -> TensorDict:

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NoReturn, Protocol, cast, runtime_checkable
 
 from tensordict import TensorDictBase
 
+from torchrl_llm.envs.columns import ExtraKinds
 from torchrl_llm.envs.env import GEMEnv
-from torchrl_llm.envs.extras import ExtraKinds
 from torchrl_llm.envs.isolation import IsolatedEnv, kept_global_rng
 from torchrl_llm.envs.registry import EnvSource, resolve_env
 from torchrl_llm.envs.slots import Reply, SlotMachine
@@ -100,7 +100,7 @@ class Match:
     """
 
     def __init__(self, make: Callable[..., Game], name: str) -> None:
-        self._env = IsolatedEnv(partial(_Calls, make), name)
+        self._env = IsolatedEnv(EnvSpec(name, partial(_Calls, make)))
         self.seed, self.stopped = 0, False
 
     @property
@@ -249,8 +249,7 @@ class GameSlots(SlotMachine):
         reward of the game."""
         state = self._slots[slot]
         step = state.envs[state.task_spec.env_id].step("")
-        reason = self._stop_reason(state, step, state.length)
-        return Reply((), step.reward, reason, says_success=step.success is not None, extras=step.extras)
+        return Reply((), step, self._stop_reason(state, step, state.length))
 
     def renew(self, slot: int) -> None:
         """Abandon all seats of a slot's game: its state is unknown."""

@@ -23,9 +23,8 @@ import numpy as np
 from numpy.random import mtrand
 
 from torchrl_llm.envs import gem_catalog
-from torchrl_llm.envs.extras import ExtraKinds
 from torchrl_llm.envs.tasks import Stream, TaskIdentity, task_of
-from torchrl_llm.envs.text_env import EnvironmentFault, TextEnv, TextStep, read_reset, reset_env, takes_seed
+from torchrl_llm.envs.text_env import EnvironmentFault, EnvSpec, TextEnv, TextStep, read_reset, reset_env, takes_seed
 from torchrl_llm.utils.interrupts import children_ignore_sigint
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 _WARN_AFTER = 60.0  # seconds between two warnings that an environment keeps the global generators
 # seconds; after a call that makes others wait for longer, a hint names `thread_safe`
 _LONG_CALL = 0.2
-_hinted: set[tuple[str, str]] = set()
+_hinted: set[str] = set()
 
 
 # ---------------------------------------- the global generators
@@ -155,14 +154,13 @@ class IsolatedEnv:
     ``thread_safe`` (:class:`TextEnv`), a call waits until no other one runs.
 
     Args:
-        factory: makes the environment; called at the first reset.
-        name: of the environment, for messages.
+        source: makes the environment, at the first reset: its spec, or a function.
         rows: the stream whose rows it uses, of one of GEM's data sets
             (:func:`~torchrl_llm.envs.divide_rows`); default ``None``: all rows.
-        extras: those that its steps have; default none.
-        options: keyword arguments of ``factory``, names and values; default none.
+        options: keyword arguments of its factory, names and values; default none.
 
     Attributes:
+        spec: of the environment.
         env: the environment; ``None`` before the first reset.
         task: what the last reset started; ``None`` before the first.
         message: the last message; empty before the first reset.
@@ -178,18 +176,16 @@ class IsolatedEnv:
 
     def __init__(
         self,
-        factory: Callable[..., TextEnv],
-        name: str = "",
+        source: EnvSpec | Callable[..., TextEnv],
         *,
         rows: Stream | None = None,
-        extras: ExtraKinds | None = None,
         options: tuple[tuple[str, Any], ...] = (),
     ) -> None:
         self.options = options
         self.busy_since: float | None = None
         self.task: TaskIdentity | None = None
         self.message = ""
-        self._factory, self._name, self._rows, self._extras = factory, name, rows, extras or {}
+        self.spec, self._rows = source if isinstance(source, EnvSpec) else EnvSpec("", source), rows
         self.env: TextEnv | None = None
         self._takes_seed = True
         self._thread_safe = False
@@ -215,7 +211,7 @@ class IsolatedEnv:
         assert self.env is not None
         with self._calling():
             result = self.env.step(action)
-        step = TextStep.read(result, self._extras)
+        step = self.spec.read(result)
         self.message = step.message
         return step
 
@@ -224,28 +220,14 @@ class IsolatedEnv:
         # What it draws when it is made must not depend on the first task of its slot: hence the
         # seed 0.
         with self._calling(0), children_ignore_sigint():
-            env = self._factory(**dict(self.options))
-            gem_catalog.prepare(env, self._name, self._rows)
+            env = self.spec.make(**dict(self.options))
+            gem_catalog.prepare(env, self.spec.name, self._rows)
         # a reset may have found that it takes none
         self._takes_seed = self._takes_seed and takes_seed(env)
         self._thread_safe = bool(getattr(env, "thread_safe", False))
-        self._check_extras(env)
+        self.spec.check(env)
         self.env = env
         return env
-
-    def _check_extras(self, env: TextEnv) -> None:
-        """Warn, once, if the environment declares extras that its factory does not: the extras of a
-        lambda cannot be seen."""
-        # of an environment that declares none it may be anything
-        declared = getattr(env, "extras", None)
-        unseen = [name for name in declared if name not in self._extras] if isinstance(declared, Mapping) else []
-        if unseen and ("extras", self._name) not in _hinted:
-            _hinted.add(("extras", self._name))
-            logger.warning(
-                "The environment %r declares the extras %s, which its factory does not show; they are left out. To have "
-                "them, pass EnvSpec(name, make, extras=%s.extras).",
-                self._name, unseen, type(env).__name__,
-            )  # fmt: skip
 
     @contextmanager
     def _calling(self, seed: int | None = None) -> Iterator[None]:
@@ -279,12 +261,12 @@ class IsolatedEnv:
             np.random.seed(seed)
 
     def _hint(self) -> None:
-        if ("threads", self._name) not in _hinted:
-            _hinted.add(("threads", self._name))
+        if self.spec.name not in _hinted:
+            _hinted.add(self.spec.name)
             logger.warning(
                 "A call of the environment %r took more than %s s while others waited: environments that may draw from "
                 "the global generators run one at a time. If it never does, set its attribute thread_safe = True.",
-                self._name,
+                self.spec.name,
                 _LONG_CALL,
             )
 

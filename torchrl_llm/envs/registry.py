@@ -109,8 +109,7 @@ def resolve_env(env: EnvSource) -> EnvSpec:
     if isinstance(env, EnvSpec):
         return env
     if not isinstance(env, str):
-        name = getattr(env, "__name__", type(env).__name__)
-        return EnvSpec(name, env, extras=getattr(env, "extras", {}), single_turn=getattr(env, "single_turn", None))
+        return EnvSpec.of(env)
     if (named := named_env(env)) is not None:
         return replace(resolve_env(named), name=env)
     family = env.partition(":")[0]

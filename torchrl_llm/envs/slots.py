@@ -20,12 +20,12 @@ import numpy.typing as npt
 import torch
 
 from torchrl_llm.envs.chat import ChatFormatter
-from torchrl_llm.envs.extras import NO_EXTRAS, Extras, merged_kinds
+from torchrl_llm.envs.columns import merged_columns
 from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.isolation import Call, IsolatedEnv, Pool, kept_global_rng, revoke_global_rng
 from torchrl_llm.envs.tasks import TaskIdentity, TaskSampler, TaskSpec
-from torchrl_llm.envs.text_env import EnvironmentFault, EnvironmentUnavailableError, EnvSpec, TextStep
-from torchrl_llm.keys import StopReason
+from torchrl_llm.envs.text_env import NO_STEP, EnvironmentFault, EnvironmentUnavailableError, EnvSpec, TextStep
+from torchrl_llm.keys import COLUMNS, REWARD, NestedKey, StopReason
 from torchrl_llm.utils.options import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -55,22 +55,18 @@ class Reply(NamedTuple):
     Attributes:
         ids: what it adds to the context: of a reset, the whole first context; of a step, the
             response and the feedback.
-        reward: of the turn; 0.0 at a reset.
+        step: what the environment returned; nothing at a reset.
         stop_reason: of the episode after it.
         dropped: the oldest turns that leave the context, to make room; 0: the context grows. Also
             at the end of an episode that was cut off.
         task: of a reset, the task.
-        says_success: whether the environment returned ``info["success"]``.
-        extras: of the turn, those that its environment declares.
     """
 
     ids: Sequence[int]
-    reward: float = 0.0
+    step: TextStep = NO_STEP
     stop_reason: StopReason = StopReason.RUNNING
     dropped: int = 0
     task: TaskIdentity = NO_TASK
-    says_success: bool = False
-    extras: Extras = NO_EXTRAS
 
 
 @dataclass
@@ -83,14 +79,13 @@ class Slot:
         task_spec: the task.
         task_id: of its :class:`~torchrl_llm.envs.tasks.TaskIdentity`.
         turn: finished turns.
-        total: sum of the rewards.
         length: tokens of the context.
         segment: how often the context was cut at its beginning.
         pieces: what the context is made of: the first prompt, then each turn's response and
             feedback, without dropped ones.
         stop_reason: why the episode ended, or that it runs.
         responses: the ids of the responses so far.
-        extras: of the last turn, all that the mixture has; blank before the first.
+        steps: what the environment returned to each.
     """
 
     envs: dict[int, IsolatedEnv] = field(default_factory=dict)
@@ -98,13 +93,17 @@ class Slot:
     task_spec: TaskSpec = NO_TASK_SPEC
     task_id: int = -1
     turn: int = 0
-    total: float = 0.0
     length: int = 0
     segment: int = 0
     pieces: list[Sequence[int]] = field(default_factory=list)
     stop_reason: StopReason = StopReason.RUNNING
     responses: list[list[int]] = field(default_factory=list)
-    extras: Extras = NO_EXTRAS
+    steps: list[TextStep] = field(default_factory=list)
+
+    @property
+    def total(self) -> float:
+        """The sum of the rewards."""
+        return sum(step.reward for step in self.steps)
 
     @property
     def finished(self) -> bool:
@@ -162,11 +161,11 @@ class SuccessRule:
         env_id = slot.task_spec.env_id
         if env_id not in self._never_won:
             return
-        if reply.says_success or reply.stop_reason == StopReason.WON:
+        if reply.step.success is not None or reply.stop_reason == StopReason.WON:
             del self._never_won[env_id]
             return
         count, most = self._never_won[env_id]
-        count, most = count + 1, max(most, self._earned(env_id, slot.total, reply.reward))
+        count, most = count + 1, max(most, self._earned(env_id, slot.total, reply.step.reward))
         self._never_won[env_id] = count, most
         if count >= _WARN_AFTER and most >= self.threshold / 2 > 0:
             del self._never_won[env_id]
@@ -206,7 +205,7 @@ class SlotMachine:
         last_fault: of ``faults``, the last; ``None``: none failed.
         new_faults: those since it was set to (), as a ``GEMEnv`` does before each reset and step.
         names: of the environments.
-        extras: name -> ``float`` or ``str`` of the extras that they declare.
+        columns: of a turn, beside those that all have: what they declare.
         prompt: ``[N, max_model_len]`` int64, the contexts, each valid up to its slot's length.
 
     Examples:
@@ -241,7 +240,7 @@ class SlotMachine:
         # First, because it fails at once where there is no memory for so many slots.
         self.prompt = torch.zeros(self.num_slots, self.max_model_len, dtype=torch.int64)
         self.names = tuple(spec.name for spec in self.mixture)
-        self.extras = merged_kinds([(spec.name, spec.extras) for spec in self.mixture])
+        self.columns = merged_columns((spec.name, spec.columns) for spec in self.mixture)
         # An evaluation replaces the sampler.
         self._stream, self._first_seed = self.task_sampler.stream, self.task_sampler.seed
         self._slots = [Slot() for _ in range(self.num_slots)]
@@ -265,6 +264,12 @@ class SlotMachine:
     def context(self, slot: int) -> npt.NDArray[np.int64]:
         """The ids of a slot's context, ``[length]``: a view, valid until the slot's next turn."""
         return self.prompt.numpy()[slot, : self._slots[slot].length]
+
+    def values(self, slot: int) -> dict[NestedKey, float]:
+        """What the last turn of a slot has of each column: the reward, and :attr:`columns`. Before
+        the first all are blank."""
+        found = self._slots[slot].steps[-1].values if self._slots[slot].steps else {}
+        return {column.name: found.get(column.name, column.blank) for column in (COLUMNS[REWARD], *self.columns)}
 
     def next_task(self) -> int:
         """Sample the next task; returns its index in :attr:`task_sampler`."""
@@ -312,8 +317,7 @@ class SlotMachine:
     def new_env(self, env_id: int, options: tuple[tuple[str, Any], ...]) -> IsolatedEnv:
         """Another one of the environments ``env_id`` of the mixture, made with these options."""
         spec = self.mixture[env_id]
-        rows = self._stream if spec.divide else None
-        return IsolatedEnv(spec.make, spec.name, rows=rows, extras=spec.extras, options=options)
+        return IsolatedEnv(spec, rows=self._stream if spec.divide else None, options=options)
 
     def start(self, slot: int, index: int, reply: Reply) -> None:
         """Start the episode of the task ``index`` in a slot, with what :meth:`open` returned."""
@@ -339,7 +343,7 @@ class SlotMachine:
             raise self.fault(state.task_spec, state.turn, error) from error
         reason = self._stop_reason(state, step, state.length + len(ids))
         reason, dropped = self._slide(state, len(ids), reason) if self.overflow == "slide" else (reason, 0)
-        return Reply(ids, step.reward, reason, dropped, says_success=step.success is not None, extras=step.extras)
+        return Reply(ids, step, reason, dropped)
 
     def _slide(self, state: Slot, size: int, reason: StopReason) -> tuple[StopReason, int]:
         """Why an episode ends that would end for ``reason``, and how many turns leave the context
@@ -359,9 +363,7 @@ class SlotMachine:
         state = self._slots[slot]
         state.responses.append(response)
         state.turn += 1
-        state.total += reply.reward
-        if self.extras:
-            state.extras = reply.extras.of(self.extras)
+        state.steps.append(reply.step)
         state.stop_reason = reply.stop_reason
         state.pieces.append(reply.ids)
         if reply.stop_reason in TERMINATED:
@@ -451,19 +453,15 @@ class SlotMachine:
                     self._contain(slot, reply)
                     waiting[slot] = self.next_task()
 
-    def step(self, responses: Mapping[int, list[int]]) -> dict[int, float]:
+    def step(self, responses: Mapping[int, list[int]]) -> None:
         """Send each slot its response, in threads if there are any, and advance it. An environment
         that fails ends its episode.
-
-        Returns:
-            By slot, the reward of the turn.
 
         Raises:
             EnvironmentFault: too many failed in a row.
         """
         at = {i: (self._slots[i].task_spec, self._slots[i].turn) for i in responses}
         calls = {i: (*at[i], partial(self.answer, i, response)) for i, response in responses.items()}
-        rewards = {}
         for i, reply in self._call(calls).items():
             if isinstance(reply, EnvironmentFault):
                 # The response stays in the context: the policy sampled it, whatever became of the
@@ -472,8 +470,6 @@ class SlotMachine:
             elif reply.stop_reason != StopReason.RUNNING:
                 self.faults.recent.clear()
             self.advance(i, responses[i], reply)
-            rewards[i] = reply.reward
-        return rewards
 
     def _open(self, indices: Mapping[int, int]) -> dict[int, Reply | EnvironmentFault]:
         """:meth:`open` a task in each slot."""

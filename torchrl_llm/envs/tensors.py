@@ -14,11 +14,8 @@ from torchrl.data import Binary, Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from torchrl_llm import keys
-from torchrl_llm.envs.extras import BLANKS
 from torchrl_llm.envs.slots import TERMINATED, SlotMachine
 from torchrl_llm.keys import StopReason
-
-_DTYPES: dict[type, torch.dtype] = {float: torch.float32, str: torch.int64}
 
 
 def set_specs(env: EnvBase, vocab_size: int) -> None:
@@ -43,10 +40,10 @@ def set_specs(env: EnvBase, vocab_size: int) -> None:
     unbounded = [keys.TURN, keys.EPISODE_ID, keys.GROUP_ID, keys.TASK_ID]
     unbounded += [keys.SEGMENT] if env.overflow == "slide" else []
     observation |= {key: Unbounded(**size) for key in unbounded}
-    if env.extras:
-        extras = {name: Unbounded(shape=(n, 1), dtype=_DTYPES[kind]) for name, kind in env.extras.items()}
-        observation["extra"] = Composite(extras, shape=(n,))
-    env.observation_spec = Composite(observation, shape=(n,), device=env.device)
+    spec = Composite(observation, shape=(n,))
+    for column in env.slots.columns:
+        spec[column.name] = Unbounded(shape=(n, 1), dtype=column.dtype)
+    env.observation_spec = spec.to(env.device)
     response = Composite(
         response=Categorical(vocab_size, shape=(n, env.max_output_tokens), dtype=torch.int64),
         response_mask=Binary(env.max_output_tokens, shape=(n, env.max_output_tokens), dtype=torch.bool),
@@ -77,9 +74,9 @@ def observation_of(machine: SlotMachine) -> dict[Any, Tensor]:
     table = torch.from_numpy(np.array([*values.values()], np.int64)).unsqueeze(-1)
     columns: dict[Any, Tensor] = dict(zip(values, table.unbind(), strict=True))
     columns[keys.SUCCESS] = columns[keys.STOP_REASON] == StopReason.WON
-    for name, kind in machine.extras.items():
-        column = [slot.extras.values.get(name, BLANKS[kind]) for slot in slots]
-        columns[keys.extra(name)] = torch.tensor(column, dtype=_DTYPES[kind]).unsqueeze(-1)
+    turns = [machine.values(slot) for slot in range(len(slots))] if machine.columns else []
+    for column in machine.columns:
+        columns[column.name] = torch.tensor([turn[column.name] for turn in turns], dtype=column.dtype).unsqueeze(-1)
     # slots write on in it, and a collector keeps what it was given
     context = machine.prompt.clone()
     if idle := [i for i, slot in enumerate(slots) if slot.length == 0]:

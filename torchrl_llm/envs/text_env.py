@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torchrl_llm.envs.chat import compose_message
-from torchrl_llm.envs.extras import NO_EXTRAS, ExtraKinds, Extras, check_kinds
+from torchrl_llm.envs.columns import NO_EXTRAS, ExtraKinds, Extras, check_kinds
 from torchrl_llm.envs.tasks import TaskSpec
 from torchrl_llm.episode import LARGEST_REWARD, is_reward, plain_number
-from torchrl_llm.keys import StopReason
+from torchrl_llm.keys import REWARD, NestedKey, StopReason, TurnColumn, extra
 from torchrl_llm.rendering import Role
 from torchrl_llm.utils.options import check_value
 
 logger = logging.getLogger(__name__)
 
 SuccessBy = Literal["last", "return"]
+_hinted: set[str] = set()
 
 
 @runtime_checkable
@@ -45,8 +46,9 @@ class TextEnv(Protocol):
 
     A class may declare ``extras = {"regret": float, "state": str}``: numbers and texts that it
     returns in the ``info`` of every step, and that reach rows and reports
-    (:mod:`~torchrl_llm.envs.extras`). It may declare ``single_turn = True`` (or ``False``): whether
-    every episode ends with its first response, which the setting ``granularity="auto"`` asks.
+    (:mod:`~torchrl_llm.envs.columns`). It may declare ``single_turn = True`` (or ``False``):
+    whether every episode ends with its first response, which the setting ``granularity="auto"``
+    asks.
     """
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
@@ -118,15 +120,24 @@ class TextStep(NamedTuple):
         for name, flag in (("success", success), ("use_tool", tool)):
             if flag is not None and not _is_flag(flag):
                 raise TypeError(f"step() returned the info[{name!r}] {flag!r:.50}; expected a boolean, or none")
-        return cls(
-            compose_message(text, info),
-            "tool" if tool else "user",
-            float(reward),
-            bool(terminated),
-            bool(truncated),
-            None if success is None else bool(success),
-            Extras.read(info, kinds) if kinds else NO_EXTRAS,
-        )
+        role: Role = "tool" if tool else "user"
+        said = None if success is None else bool(success)
+        extras = Extras.read(info, kinds) if kinds else NO_EXTRAS
+        return cls(compose_message(text, info), role, float(reward), bool(terminated), bool(truncated), said, extras)
+
+    @property
+    def values(self) -> dict[NestedKey, float]:
+        """What it has of each column of the turn, by name."""
+        return {REWARD: self.reward, **{extra(name): value for name, value in self.extras.values.items()}}
+
+    @property
+    def texts(self) -> dict[int, str]:
+        """The texts behind the hashes among :attr:`values`."""
+        return self.extras.texts
+
+
+NO_STEP = TextStep("", "user", 0.0, terminated=False, truncated=False)
+"""What there is before the first step, and of a step that failed."""
 
 
 def read_reset(result: Any) -> tuple[str, str]:
@@ -328,7 +339,7 @@ class EnvSpec:
             that has options.
         success_by: which reward decides about success (:class:`~torchrl_llm.envs.GEMEnv`).
         divide: whether the streams of training and evaluation use different rows of its data.
-        extras: what it returns in the ``info`` of every step, see :mod:`~torchrl_llm.envs.extras`;
+        extras: what it returns in the ``info`` of every step, see :mod:`~torchrl_llm.envs.columns`;
             default nothing. Of a class that is given as a factory, its own attribute ``extras``.
         single_turn: whether every episode ends with its first response, whatever that is; ``None``:
             it is not known. Of a class that is given as a factory, its own attribute
@@ -352,3 +363,32 @@ class EnvSpec:
         check_kinds(self.extras, self.name)
         if self.single_turn not in (None, True, False):
             raise TypeError(f"{self.name}: single_turn is {self.single_turn!r:.80}; expected True, False or None.")
+
+    @classmethod
+    def of(cls, make: Callable[..., TextEnv]) -> EnvSpec:
+        """That of a class or function, with what it declares."""
+        name, declared = getattr(make, "__name__", type(make).__name__), ("extras", "single_turn")
+        return cls(name, make, **{each: getattr(make, each) for each in declared if hasattr(make, each)})
+
+    @property
+    def columns(self) -> tuple[TurnColumn, ...]:
+        """The columns of its turns beside those that all have."""
+        return tuple(TurnColumn(extra(name), kind) for name, kind in self.extras.items())
+
+    def read(self, result: Any) -> TextStep:
+        """The checked result of a step, see :meth:`TextStep.read`."""
+        return TextStep.read(result, self.extras)
+
+    def check(self, env: TextEnv) -> None:
+        """Warn, once, if an environment that was made declares extras that this does not: those of
+        a lambda cannot be seen."""
+        # of an environment that declares none it may be anything
+        declared = getattr(env, "extras", None)
+        unseen = [each for each in declared if each not in self.extras] if isinstance(declared, Mapping) else []
+        if unseen and self.name not in _hinted:
+            _hinted.add(self.name)
+            logger.warning(
+                "The environment %r declares the extras %s, which its factory does not show; they are left out. To have "
+                "them, pass EnvSpec(name, make, extras=%s.extras).",
+                self.name, unseen, type(env).__name__,
+            )  # fmt: skip

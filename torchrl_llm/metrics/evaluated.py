@@ -57,7 +57,7 @@ class Evaluation:
             unknown, as above.
         rows: the episodes, ``[episodes]`` in task order, without those that failed at their reset;
             ``None`` in an evaluation that was read from a file.
-        texts: hash -> text of the extras in the rows (:mod:`torchrl_llm.envs.extras`).
+        texts: hash -> text of the columns that are texts (:mod:`torchrl_llm.envs.columns`).
     """
 
     episodes: int

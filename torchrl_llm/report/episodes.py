@@ -182,24 +182,17 @@ class GroupEncoder:
     def _extras(self, recording: Recording, row: int, count: int) -> dict[str, Any]:
         """The extras of an episode, a value a turn: numbers, and texts as numbers of pieces;
         ``None`` where there is none."""
-        numbers, texts = {}, {}
+        lanes: dict[bool, dict[str, Any]] = {False: {}, True: {}}
         for name, values in recording.extras.items():
-            own = values[row, :count].tolist()
-            if np.issubdtype(values.dtype, np.floating):
-                numbers[visible(name)] = [_short(value) for value in own]
-            else:
-                # A hash whose text is not known is shown as a number: equal ones are still seen to
-                # be equal.
-                texts[visible(name)] = [
-                    self._number(recording.texts.get(key, f"#{key:x}")) if key else None for key in own
-                ]
-        return {"extras": _with_values(numbers), "texts": _with_values(texts)}
-
-
-def _with_values(lanes: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The lanes in which a turn has a value: an environment of a mixture has none of another one's
-    extras."""
-    return {name: lane for name, lane in lanes.items() if any(value is not None for value in lane)}
+            own, is_text = values[row, :count].tolist(), values.dtype.kind == "i"
+            # A hash whose text is not known is shown as a number: equal ones are still seen to be
+            # equal.
+            known = [recording.texts.get(key, f"#{key:x}") if key else None for key in own] if is_text else []
+            lane: list[Any] = [None if text is None else self._number(text) for text in known] or [*map(_short, own)]
+            # An environment of a mixture has none of another one's extras.
+            if any(value is not None for value in lane):
+                lanes[is_text][visible(name)] = lane
+        return {"extras": lanes[False], "texts": lanes[True]}
 
 
 def quantized(values: Floats, *, signed: bool) -> tuple[npt.NDArray[np.uint8], list[float | None]]:

@@ -44,7 +44,7 @@ from torchrl_llm.runs.sources import check_length
 from torchrl_llm.runs.teacher import RefreshReference, check_teacher, load_teacher
 from torchrl_llm.runs.trackers import MetricsTable
 from torchrl_llm.runs.trained_tasks import tasks_of_weights
-from torchrl_llm.runs.wrong_settings import missing_extras
+from torchrl_llm.runs.wrong_settings import missing_columns
 from torchrl_llm.trainers.callbacks import Callback, HealthWatch, ProgressBar
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.trainer import LLMTrainer
@@ -210,7 +210,7 @@ def make_loss_and_reference(
             f"estimator={config.loss.estimator!r}, but the loss that make_loss(config, models) returned has a {credit.__name__}: give it "
             "the estimator of config.loss_options(), or leave the setting out (and branches, which are TurnVine's)."
         )
-    for problem in missing_extras(loss.value_estimator, environments.train.extras):
+    for problem in missing_columns(loss.value_estimator, environments.train.slots.columns):
         raise ConfigError(problem)
     if config.model.teacher is not None:
         return loss, load_teacher(config, networks.sampling)

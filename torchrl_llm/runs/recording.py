@@ -93,8 +93,7 @@ def trimmed(rows: TensorDictBase) -> dict[str, Tensor]:
     narrow types.
 
     Args:
-        rows: of the row view; keys that it does not declare are left out, but for extras of
-            environments.
+        rows: of the row view; keys that it does not declare are left out, but for columns of turns.
 
     Returns:
         Tensors by the names of :attr:`Recording.arrays`.
@@ -104,20 +103,21 @@ def trimmed(rows: TensorDictBase) -> dict[str, Tensor]:
     turns = int(rows[keys.TURN_MASK].sum(-1).max()) if len(rows) else 0
     limits = {"token": width, "turn": turns}
     found = {}
-    for name, spec in keys.ROW_VIEW.items():
-        value = rows.get(name, None)
-        if value is not None:
-            value = value[:, : limits[spec.axis]] if spec.axis in limits else value
-            found[name if isinstance(name, str) else ".".join(name)] = _narrow(name, value.detach().cpu())
-    for extra, value in keys.turn_extras(rows).items():
-        found[_EXTRA + extra] = _narrow(keys.turn_extra(extra), value[:, :turns].detach().cpu())
+    for name, value in keys.known_entries(rows).items():
+        axis = keys.row_axis(name, value)
+        value = value[:, : limits[axis]] if axis in limits else value
+        found[_dotted(name)] = _narrow(name, value.detach().cpu())
     return found
 
 
+def _dotted(name: keys.NestedKey) -> str:
+    return name if isinstance(name, str) else ".".join(name)
+
+
 def used_texts(rows: TensorDictBase, texts: Mapping[int, str]) -> dict[int, str]:
-    """The ``texts`` (hash -> text) that extras of rows ``[B]`` are hashes of."""
-    hashes = [value for value in keys.turn_extras(rows).values() if not value.is_floating_point()]
-    found = {key for value in hashes for key in value.unique().tolist()}
+    """The ``texts`` (hash -> text) that columns of rows ``[B]`` are hashes of."""
+    columns = keys.turn_extras(rows).values()
+    found = {key for value in columns if not value.is_floating_point() for key in value.unique().tolist()}
     return {key: texts[key] for key in sorted(found) if key in texts}
 
 
@@ -190,7 +190,7 @@ def _wrong_arrays(recording: Recording) -> Iterator[str]:
     """The same of its arrays: shapes, dtypes, and numbers that stand for something else."""
     arrays = recording.arrays
     sizes = {"row": arrays["tokens"].shape[:1], "token": arrays["tokens"].shape, "turn": arrays["turn.mask"].shape}
-    declared = {name if isinstance(name, str) else ".".join(name): spec for name, spec in keys.ROW_VIEW.items()}
+    declared = {_dotted(name): spec for name, spec in keys.ROW_VIEW.items()}
     for name, array in arrays.items():
         spec = declared.get(name)
         axis, kinds = (

@@ -6,38 +6,32 @@ Settings that merely do nothing are in :mod:`torchrl_llm.runs.idle_settings`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torchrl_llm.keys import TurnColumn, extra
 from torchrl_llm.objectives import GroupRelative, TurnLoss
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator
 from torchrl_llm.runs.settings import CustomSettings, RayRollouts, TurnRollouts, VLLMSettings
 from torchrl_llm.utils.options import options_of
 
 
-def missing_extras(estimator: Any, kinds: Mapping[str, type]) -> Iterator[str]:
-    """What is wrong with the extras that an estimator reads and its environment does not declare,
-    and what to do.
+def missing_columns(estimator: Any, columns: Iterable[TurnColumn]) -> Iterator[str]:
+    """What is wrong with the columns of turns that an estimator reads and its environment does not
+    declare, and what to do.
 
     Args:
         estimator: of the run.
-        kinds: name -> ``float`` or ``str`` of the extras that the environment declares.
+        columns: those that the environment declares.
 
     Examples:
-        >>> next(missing_extras(GroupRelative(credit="turn", potential="phi"), {"floor": str}))
+        >>> next(missing_columns(GroupRelative(credit="turn", potential="phi"), [TurnColumn(extra("floor"), str)]))
         "potential='phi' is not an extra that the environment declares as a float; it declares floor (str)."
     """
-    if not isinstance(estimator, ReturnEstimator):
-        return
-    wanted: list[tuple[str, str | None, type]] = [("potential", getattr(estimator, "potential", None), float)]
-    if isinstance(estimator, GroupRelative):
-        wanted += [("components", name, float) for name in estimator.components or {}]
-        own = type(estimator).states is not GroupRelative.states  # which may read what it likes
-        if estimator.credit == "state" and estimator.state not in ("prefix", "observation") and not own:
-            wanted.append(("state", estimator.state, str))
-    declared = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items()) or "none"
-    for option, name, kind in wanted:
-        if name is not None and kinds.get(name) is not kind:
+    kinds = {column.name: column.kind for column in columns}
+    declared = ", ".join(f"{name[-1]} ({kind.__name__})" for name, kind in kinds.items()) or "none"
+    for option, name, kind in estimator.columns_read() if isinstance(estimator, ReturnEstimator) else ():
+        if kinds.get(extra(name)) is not kind:
             yield f"{option}={name!r} is not an extra that the environment declares as a {kind.__name__}; it declares {declared}."
 
 

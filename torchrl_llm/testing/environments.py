@@ -10,6 +10,7 @@ import math
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -133,7 +134,7 @@ class Slow:
             raise ValueError(f"mean is {mean} and sigma is {sigma}; expected both >= 0.")
         spec = resolve_env(factory)
         self.mean, self.sigma, self.seed = mean, sigma, seed
-        self._game = IsolatedEnv(spec.make, spec.name)
+        self._game = IsolatedEnv(replace(spec, extras={}))
         self._task = self._turn = 0
 
     @property

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
-from torchrl_llm.envs.extras import ExtraKinds
+from torchrl_llm.envs.columns import ExtraKinds
 from torchrl_llm.utils.options import check_value
 
 Step = tuple[str, float, bool, bool, dict[str, Any]]

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
-from torchrl_llm.envs.extras import ExtraKinds
+from torchrl_llm.envs.columns import ExtraKinds
 from torchrl_llm.envs.registry import resolve_env
 from torchrl_llm.envs.text_env import EnvSpec, UnknownEnvironmentError
 from torchrl_llm.testing.credit_worlds import CREDIT_WORLDS

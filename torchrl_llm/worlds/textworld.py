@@ -12,12 +12,13 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple, cast
 
-from torchrl_llm.envs.extras import ExtraKinds
+from torchrl_llm.envs.columns import ExtraKinds
 from torchrl_llm.envs.isolation import IsolatedEnv, kept_global_rng
 from torchrl_llm.envs.text_env import EnvSpec, UnknownEnvironmentError
 from torchrl_llm.utils.hints import nearest
@@ -404,7 +405,7 @@ def demonstrations(
     spec = resolve_textworld(env_id)
     for seed in seeds:
         game = cast(TextWorldGame, spec.make(**options))
-        yield _demonstration(IsolatedEnv(lambda game=game: game, env_id, extras=spec.extras), game, seed, skill)
+        yield _demonstration(IsolatedEnv(replace(spec, make=lambda game=game: game)), game, seed, skill)
         game.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -243,13 +244,19 @@ class GroupRelative(GroupOptions, ReturnEstimator):
         compared = acted.any(1) if score.ndim == 1 else mask
         return F.standardize(plain, compared, self.ddof, self.eps, self.process_group, penalty=total - plain)
 
+    def columns_read(self) -> Iterator[tuple[str, str, type]]:
+        yield from super().columns_read()
+        for name in self.components or {}:
+            yield "components", name, float
+        own = type(self).states is not GroupRelative.states  # which may read what it likes
+        if self.credit == "state" and self.state not in ("prefix", "observation") and not own:
+            yield "state", self.state, str
+
     def _component_scores(self, tensordict: TensorDictBase, acted: Tensor) -> list[tuple[float, Tensor]]:
         """The weight of each of ``components``, and what is compared of it, in the shape of the
         score."""
-        mask = self._get(tensordict, "mask")
-        rewards = (
-            (weight, numbers_of(tensordict, "components", name)) for name, weight in (self.components or {}).items()
-        )
+        mask, components = self._get(tensordict, "mask"), (self.components or {}).items()
+        rewards = ((weight, numbers_of(tensordict, "components", name)) for name, weight in components)
         return [(weight, self.score(reward, mask, acted)) for weight, reward in rewards]
 
     def states(self, tensordict: TensorDictBase) -> Tensor:
@@ -264,12 +271,5 @@ class GroupRelative(GroupOptions, ReturnEstimator):
         numbered = {"prefix": F.prefix_states, "observation": F.observation_states}.get(self.state)
         if numbered is not None:
             return numbered(self._get(tensordict, "tokens"), self._get(tensordict, "turn_ids"), num_turns)
-        extras = keys.turn_extras(tensordict)
-        if self.state not in extras:
-            raise KeyError(
-                f"state={self.state!r} is not an extra of these rows, which have {sorted(extras)}: give one that the environment "
-                'declares as text, "prefix" or "observation".'
-            )
-        if extras[self.state].is_floating_point():
-            raise TypeError(f"The extra {self.state!r} is a number; expected a text (declared as str) as the state.")
-        return extras[self.state]
+        instead = 'give one that the environment declares as text, "prefix" or "observation"'
+        return keys.extra_of(tensordict, self.state, str, option="state", instead=instead)

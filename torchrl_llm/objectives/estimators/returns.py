@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -20,29 +21,10 @@ Population = Literal["batch", "none"]
 
 
 def numbers_of(rows: TensorDictBase, option: str, name: str) -> Tensor:
-    """The extra ``name`` that the environment declares as a number, ``[B, T]``; 0 for a turn that
-    has none.
-
-    Args:
-        rows: ``[B]``.
-        option: which asks for it, for the errors.
-        name: of the extra.
-
-    Raises:
-        KeyError: the rows have no extra of that name.
-        TypeError: the extra is a text.
-    """
-    extras = keys.turn_extras(rows)
-    if name not in extras:
-        raise KeyError(
-            f"{option} names {name!r}, which is not an extra of these rows; they have {sorted(extras)}. Give one that the environment "
-            "declares as a number."
-        )
-    if not extras[name].is_floating_point():
-        raise TypeError(
-            f"{option} names {name!r}, an extra that is a text; expected one that is declared as a number (float)."
-        )
-    return extras[name].nan_to_num(0.0)
+    """The extra ``name``, a number, that an ``option`` asks for: ``[B, T]``; 0 for a turn that has
+    none. Raises: see :func:`~torchrl_llm.keys.extra_of`."""
+    instead = "give one that the environment declares as a number"
+    return keys.extra_of(rows, name, float, option=option, instead=instead).nan_to_num(0.0)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -97,6 +79,12 @@ class ReturnEstimator(ReturnOptions, TurnEstimator):
         advantage = self.compare(tensordict, score, penalty, acted)
         written = {"turn_advantage": advantage, "turn_value_target": score + penalty}
         return {name: torch.where(acted, x if x.ndim == 2 else x.unsqueeze(1), 0.0) for name, x in written.items()}
+
+    def columns_read(self) -> Iterator[tuple[str, str, type]]:
+        """The extras that it reads: the option that names each, its name, and ``float`` or ``str``.
+        A run is refused whose environment does not declare them."""
+        if self.potential is not None:
+            yield "potential", self.potential, float
 
     def _potential(self, tensordict: TensorDictBase) -> Tensor:
         """The potential of the state before each turn, ``[B, T]``: what its shaped return lacks; 0

@@ -81,14 +81,7 @@ class RoleRelative(ReturnEstimator):
             KeyError: the rows have no such extra.
             TypeError: the extra is a number.
         """
-        extras = keys.turn_extras(tensordict)
-        if self.role not in extras:
-            raise KeyError(
-                f"role={self.role!r} is not an extra of these rows, which have {sorted(extras)}: collect games with a SelfPlayCollector, "
-                "or give the name of an extra that the environment declares as text."
-            )
-        role = extras[self.role]
-        if role.is_floating_point():
-            raise TypeError(f"The extra {self.role!r} is a number; expected a text (declared as str) as the role.")
+        instead = "collect games with a SelfPlayCollector, or name an extra that the environment declares as text"
+        role = keys.extra_of(tensordict, self.role, str, option="role", instead=instead)
         env_id = tensordict.get(keys.ENV_ID, torch.zeros_like(role[:, 0]))
         return torch.stack([env_id, role[:, 0]], 1)

@@ -1,9 +1,9 @@
-"""Extras of text environments: named numbers and texts that come with a turn beside its reward.
+"""Extras of text environments: the columns of a turn that they declare beside its reward.
 
 An environment declares them, ``extras = {"regret": float, "state": str}``, and returns them in the
 ``info`` of each step. They describe the turn that the step ends: a state is the one in which the
-response was given. Numbers become float32 tensors, texts a hash by which turns can be grouped;
-:mod:`torchrl_llm.keys` has the keys.
+response was given. Numbers become float32 tensors, texts a hash by which turns can be grouped. From
+here on each is a :class:`~torchrl_llm.keys.TurnColumn`, as the reward is.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchrl_llm.envs.tasks import digest
+from torchrl_llm.keys import NestedKey, TurnColumn
 
 ExtraKinds = Mapping[str, type[float] | type[str]]
 """The declaration of extras, by name: ``float`` for a number, ``str`` for a text."""
-
-BLANKS: dict[type, float] = {float: math.nan, str: 0}
-"""By kind, the value of a turn that has none."""
 
 MOST_CHARACTERS = 4096
 """Characters of a text that are kept; its hash covers the whole text."""
@@ -79,16 +77,6 @@ class Extras(NamedTuple):
             )
         self.values[name] = number
 
-    def of(self, kinds: ExtraKinds) -> Extras:
-        """The extras of a turn in a mixture that declares ``kinds``: what its environment does not
-        give is blank.
-
-        Examples:
-            >>> Extras({}, {}).of({"regret": float, "state": str})
-            Extras(values={'regret': nan, 'state': 0}, texts={})
-        """
-        return Extras({name: self.values.get(name, BLANKS[kind]) for name, kind in kinds.items()}, self.texts)
-
 
 NO_EXTRAS = Extras({}, {})
 
@@ -132,18 +120,19 @@ def check_kinds(kinds: Any, name: str) -> None:
         )
 
 
-def merged_kinds(declared: Iterable[tuple[str, ExtraKinds]]) -> dict[str, type[float] | type[str]]:
-    """The extras of a mixture, from names and extras of its environments.
+def merged_columns(declared: Iterable[tuple[str, Iterable[TurnColumn]]]) -> tuple[TurnColumn, ...]:
+    """The columns of a mixture, from names and columns of its environments.
 
     Raises:
         TypeError: an extra is a number in one and a text in another.
     """
-    merged: dict[str, type[float] | type[str]] = {}
-    for env, kinds in declared:
-        for name, kind in kinds.items():
-            if merged.setdefault(name, kind) is not kind:
+    merged: dict[NestedKey, TurnColumn] = {}
+    for env, columns in declared:
+        for column in columns:
+            first = merged.setdefault(column.name, column)
+            if first.kind is not column.kind:
                 raise TypeError(
-                    f"The extra {name!r} is {kind.__name__} in {env!r} and {merged[name].__name__} in another environment of "
-                    "the mixture: give one of them another name."
+                    f"The extra {column.name[-1]!r} is {column.kind.__name__} in {env!r} and {first.kind.__name__} in another "
+                    "environment of the mixture: give one of them another name."
                 )
-    return merged
+    return tuple(merged.values())
