@@ -357,7 +357,8 @@ def options_of(cls: type) -> Mapping[str, Option]:
 
 @remembered
 def meanings(cls: type) -> Mapping[str, str]:
-    """The docstrings below the fields of a dataclass and of its bases, each on one line.
+    """What the docstrings below the fields of a dataclass and of its bases begin with: the first
+    paragraph of each, on one line.
 
     Args:
         cls: a dataclass whose source can be read.
@@ -370,7 +371,7 @@ def meanings(cls: type) -> Mapping[str, str]:
         for declared, said in pairwise(definition.body):  # type: ignore[attr-defined]
             match declared, said:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = " ".join(text.split())
+                    found[name] = " ".join(text.partition("\n\n")[0].split())
     return types.MappingProxyType(found)
 
 

@@ -54,6 +54,8 @@ class CachedModel:
         self.model = model
         self.adapter = adapter
         self._bucket = bucket
+        self.bucket = bucket or 1
+        """Steps see a multiple of so many columns, so that few shapes occur, each many times."""
         self.cache = SlotCache()
         self._fingerprint: tuple[Any, Tensor] | None = None
         self._fused: FusedLora | None = None
@@ -80,11 +82,6 @@ class CachedModel:
         """The narrowest dtype that the model computes in."""
         return torch.bfloat16 if has_narrow_base_products(self.model) else lm.embedding_of(self.model).dtype
 
-    @property
-    def bucket(self) -> int:
-        """Steps see a multiple of so many columns, so that few shapes occur, each many times."""
-        return self._bucket or _BUCKET.get(self.device.type, _BUCKET_ELSEWHERE)
-
     def _in_buckets(self, columns: int) -> int:
         return -(-columns // self.bucket) * self.bucket
 
@@ -108,6 +105,8 @@ class CachedModel:
                 attention_kernels(),
             ):
                 self._backbone = CachedBackbone(self.model)
+                # The model may have been moved; to ask at every step would slow it.
+                self.bucket = self._bucket or _BUCKET.get(self.device.type, _BUCKET_ELSEWHERE)
                 # A forward of the scorer may have left dynamic RoPE at the scaling of a longer
                 # input.
                 lm.reset_ropes(lm.backbone(self.model))
