@@ -118,10 +118,14 @@ TURN_SUCCESS = _row(("turn", "success"), "turn", _BOOL, "sequence", "the episode
 TURN_STOP_REASON = _row(("turn", "stop_reason"), "turn", _INT, "sequence", "a StopReason")
 for _name in (EPISODE_ID, GROUP_ID, ENV_ID, TASK_ID):
     _row(_name, "row", _INT, "sequence", TURN_VIEW[_name].meaning)
-TREE_ID = _row("tree_id", "row", _INT, "collector", "the episode that the row is, or was continued from; optional", -1)
-BRANCH_TURN = _row(
-    "branch_turn", "row", _INT, "collector", "the turn from which the rows of a tree differ; -1: it did not branch", -1
+TURN_UNIT = _row(
+    ("turn", "unit"), "turn", _INT, "collector", "equal for rows that count as one at a turn; optional", -1
 )
+"""Rows that depend on one action are a unit at its turn, and none is compared with another.
+
+A number stands for the same rows in every column, and rows that have come apart stay apart. In the
+first column it is the id of one of the unit's episodes, which stands for all of them.
+"""
 ROW_WEIGHT = _row("row_weight", "row", _FLOAT, "collector", "how much the row counts in the loss; optional: 1")
 STATE_VALUE = _row("state_value", "token", _FLOAT, "critic", "index i: value of the prefix before token i")
 BOOTSTRAP_VALUE = _row("bootstrap_value", "row", _FLOAT, "critic", "value of the whole row")

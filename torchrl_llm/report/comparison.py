@@ -48,8 +48,8 @@ def compare_runs(folders: Sequence[Path]) -> str:
     "training" is the win rate of the training batches, mean of the last tenth of the iterations;
     "before" and "after" come from the evaluations, the latter with its interval, the share of its
     episodes whose task was trained on ("-" where that is unknown) and the share of penalized turns;
-    "seconds" is the wall clock of the iterations, and "turns" what was collected, turns of trees
-    that were played again included; "gained, lost" compares the latter, episode by episode, with
+    "seconds" is the wall clock of the iterations, and "turns" what was collected, turns
+    that further rows repeat included; "gained, lost" compares the latter, episode by episode, with
     the evaluation of the first run above that was evaluated in the same games
     (:func:`~torchrl_llm.metrics.paired_comparison`, with McNemar's p).
 

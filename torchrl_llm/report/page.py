@@ -39,7 +39,7 @@ def write_report(folder: str | Path, *, full: bool = False) -> Path:
     in one of Markdown.
 
     It has a summary with learning curves (with matplotlib, ``pip install "torchrl-llm[report]"``),
-    the recorded episodes turn by turn, groups as trees, and the same task across iterations. Texts
+    the recorded episodes turn by turn, groups as tries, and the same task across iterations. Texts
     of environments and models are data in it: they are compressed in blocks, shown as text, and its
     content security policy allows no other script than its own. ``episodes.md`` has the text of
     four episodes of each recording, if there is one.

@@ -112,7 +112,7 @@ def wrong_trees(config: Any) -> Iterator[str]:
             f"tree_branches={branches} trains on continuations, and branches={config.rollouts.branches} values states by further ones: leave one of "
             "them out."
         )
-    elif not kind.takes_trees:
+    elif not kind.respects_units:
         yield f"tree_branches={branches} makes rows that begin with the same turns, and {kind.__name__} takes none: leave one of them out."
     elif issubclass(kind, GroupRelative):
         if getattr(config.loss, "baseline", options_of(kind)["baseline"].default) != "leave_one_out":

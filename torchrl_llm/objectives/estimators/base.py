@@ -87,8 +87,7 @@ class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
         turn_ids: NestedKey = keys.TURN_IDS
         tokens: NestedKey = keys.TOKENS
         group_id: NestedKey = keys.GROUP_ID
-        tree_id: NestedKey = keys.TREE_ID
-        branch_turn: NestedKey = keys.BRANCH_TURN
+        unit: NestedKey = keys.TURN_UNIT
         row_weight: NestedKey = keys.ROW_WEIGHT
         sampled_value: NestedKey = keys.SAMPLED_VALUE
         turn_value: NestedKey = keys.TURN_VALUE
@@ -112,10 +111,10 @@ class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
     """Whether it reads ``("turn", "sampled_value")``, which a collector writes that continues
     episodes from their states."""
 
-    takes_trees: ClassVar[bool] = False
-    """Whether rows of a tree, which begin with the same actions (``"tree_id"``), are credited
-    rightly: as they are, where no row is compared with another. Otherwise such rows are refused.
-    Not inherited: a subclass may compare otherwise, and says it itself."""
+    respects_units: ClassVar[bool] = False
+    """Whether no row is compared with another of its unit (``("turn", "unit")``), because units are
+    read, or because no rows are compared. Otherwise rows with units are refused. Not inherited: a
+    subclass may compare otherwise, and says it itself."""
 
     granularity: ClassVar[Granularity] = "turn"
     """The step of the estimator: a ``"turn"`` or a ``"token"``."""
@@ -125,7 +124,7 @@ class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.takes_trees = vars(cls).get("takes_trees", False)
+        cls.respects_units = vars(cls).get("respects_units", False)
 
     # torch.nn.Module takes modules as attributes only after its own constructor: hence not a field.
     value_network: InitVar[TensorDictModuleBase | None] = field(default=None, kw_only=False)
@@ -189,7 +188,7 @@ class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
             raise ValueError(f"{type(self).__name__} runs plain modules; params and target_params must be None.")
         group_id = self._get(tensordict, "group_id") if "group_id" in self._reads else None
         check_ids(tensordict, self._get(tensordict, "turn_ids"), group_id)
-        self._check_trees(tensordict)
+        self._check_units(tensordict)
         self._check_finished(tensordict)
         rows = tensordict
         if self.kl_coeff and not self.takes_kl:
@@ -264,12 +263,12 @@ class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
             advantage = advantage * F.discount(taken, self.gamma).to(advantage.dtype)
         return advantage
 
-    def _check_trees(self, tensordict: TensorDictBase) -> None:
-        if not self.takes_trees and tensordict.get(self.tensor_keys.tree_id, None) is not None:
+    def _check_units(self, tensordict: TensorDictBase) -> None:
+        if not self.respects_units and tensordict.get(self.tensor_keys.unit, None) is not None:
             raise ValueError(
-                f"The rows are of trees ({self.tensor_keys.tree_id!r}), and {type(self).__name__} does not know that some begin with the same "
-                "actions. Collect without trees, or use GroupRelative, ReBN or TurnGAE; an estimator of your own that compares "
-                "no rows says takes_trees = True."
+                f"Some of the rows count as one ({self.tensor_keys.unit!r}), such as those of a tree, and {type(self).__name__} does not know "
+                "which. Collect without them, or use GroupRelative, ReBN or TurnGAE; an estimator of your own that reads "
+                "units, or compares no rows, says respects_units = True."
             )
 
     def _check_finished(self, tensordict: TensorDictBase) -> None:

@@ -123,7 +123,7 @@ class TurnGAE(GAEOptions, CriticEstimator):
     """
 
     idle = (*GAEOptions.idle, SINGLE_TURN_IDLE)
-    takes_trees = True
+    respects_units = True
 
     single_turn: bool | None = None
 
@@ -201,7 +201,7 @@ class TurnVTrace(CriticEstimator):
     """
 
     corrects_sampler = True
-    takes_trees = True
+    respects_units = True
 
     _reads = (*CriticEstimator._reads, "old_log_prob", "sample_log_prob")
 

@@ -69,9 +69,9 @@ class GroupRelative(GroupOptions, ReturnEstimator):
     that was compared. With states also ``("turn", num_compared)`` ``[B, T]``: how many turns of
     other episodes each was compared with.
 
-    Rows of trees (``"tree_id"``, ``"branch_turn"`` ``[B]``, :class:`~torchrl_llm.collectors.Trees`)
-    need ``baseline="leave_one_out"`` and ``scale="none"``: a turn is compared with other trees, and
-    from the turn on at which its own branched with the rest of that, too.
+    Rows that count as one (``("turn", "unit")`` ``[B, T]``, which such rows have) need
+    ``baseline="leave_one_out"`` and ``scale="none"``: a turn is compared with rows of other units
+    than its own.
 
     Keyword Args:
         gamma: discount per turn. Default: 1.0.
@@ -123,7 +123,7 @@ class GroupRelative(GroupOptions, ReturnEstimator):
                 [ 0.,  1.]])
     """
 
-    takes_trees = True
+    respects_units = True
     _reads = (*ReturnEstimator._reads, "group_id")
 
     ddof: Natural = 1
@@ -171,25 +171,24 @@ class GroupRelative(GroupOptions, ReturnEstimator):
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         if self.credit != "state":
             return super().estimate(tensordict)
-        states, units = self.states(tensordict), self._tree_units(tensordict)
+        states, units = self.states(tensordict), self._units(tensordict)
         # In a shallow copy, so that they are found once: it takes longer than all the rest.
         estimated = super().estimate(tensordict.copy().set(_STATES, states))
         *_, acted = self._turns(tensordict)
         estimated["turn_num_compared"] = F.num_compared(states, self._get(tensordict, "group_id"), acted, units)
         return estimated
 
-    def _tree_units(self, tensordict: TensorDictBase) -> Tensor | None:
-        """Which rows of a tree count as one, turn by turn, ``[B, T]``; ``None`` for rows that are
-        of none."""
-        tree_id = tensordict.get(self.tensor_keys.tree_id, None)
-        if tree_id is None:
+    def _units(self, tensordict: TensorDictBase) -> Tensor | None:
+        """Which rows count as one, turn by turn, ``[B, T]``; ``None``: every row is a unit."""
+        unit = tensordict.get(self.tensor_keys.unit, None)
+        if unit is None:
             return None
-        trees = torch.stack([self._get(tensordict, "group_id"), tree_id], 1).unique(dim=0)[:, 0]
-        if bool((trees.unique(return_counts=True)[1] < 2).any()):
+        first = torch.stack([self._get(tensordict, "group_id"), unit[:, 0]], 1).unique(dim=0)[:, 0]
+        if bool((first.unique(return_counts=True)[1] < 2).any()):
             raise ValueError(
-                "A group is a single tree, which has nothing to be compared with: play at least two a task."
+                "A group is one unit, such as a single tree, and has nothing to be compared with: play at least two a task."
             )
-        return F.tree_units(tree_id, self._get(tensordict, "branch_turn"), self._get(tensordict, "mask").shape[1])
+        return unit
 
     @property
     def options(self) -> dict[str, Any]:
@@ -207,7 +206,7 @@ class GroupRelative(GroupOptions, ReturnEstimator):
         return F.turn_returns(reward, mask, self.gamma)
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:
-        group_id, units = self._get(tensordict, "group_id"), self._tree_units(tensordict)
+        group_id, units = self._get(tensordict, "group_id"), self._units(tensordict)
         scores = [(1.0, score), *self._component_scores(tensordict, acted)]
         if self.credit == "state":  # linear, so that the sum may be compared as well
             return F.state_relative(
@@ -222,8 +221,8 @@ class GroupRelative(GroupOptions, ReturnEstimator):
             )
         # Rows that only keep ranks in step have no turn, and are not episodes of the batch.
         mask = acted if score.ndim == 2 else self._get(tensordict, "mask").any(1)
-        # All of an episode has one advantage: its tree is left out as a whole.
-        unit = units if units is None or score.ndim == 2 else self._get(tensordict, "tree_id")
+        # All of an episode has one advantage: its first unit is left out.
+        unit = units if units is None or score.ndim == 2 else units[:, 0]
 
         def relative(each: Tensor, penalty: Tensor | None = None) -> Tensor:
             return F.group_relative(

@@ -136,7 +136,7 @@ class NoCredit(TurnEstimator):
         [[0.0, 0.5], [0.0, -0.5]]
     """
 
-    takes_trees = True
+    respects_units = True
 
     gamma: Share = 1.0
 

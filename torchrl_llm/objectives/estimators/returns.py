@@ -159,7 +159,7 @@ class ReBN(ReBNOptions, ReturnEstimator):
     """
 
     idle = (*ReBNOptions.idle, SINGLE_TURN_IDLE)
-    takes_trees = True
+    respects_units = True
 
     single_turn: bool | None = None
     ddof: Natural = 1
