@@ -28,7 +28,6 @@ from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.demonstrations import check_demonstrations
 from torchrl_llm.runs.device import make_accelerator, make_numerics
 from torchrl_llm.runs.effective_settings import python_settings
-from torchrl_llm.runs.engines import start_engine
 from torchrl_llm.runs.environments import check_environment, make_environment, stock_env
 from torchrl_llm.runs.identity import names_of_parts
 from torchrl_llm.runs.loss_state import LossState
@@ -184,7 +183,7 @@ def load_networks(
 ) -> Networks:
     """The engine, and after it the models: vLLM measures on an empty GPU what it needs."""
     sampling = build.make_sampling(config, environments.train.formatter)
-    engine = start_engine(config, tokenizer, sampling, place.distributed, place.accelerator.device)
+    engine = build.start_engine(config, tokenizer, sampling, place.distributed, place.accelerator.device)
     if engine is not None:
         opened.callback(engine.close)
     path = None if place.start is None else place.start.path

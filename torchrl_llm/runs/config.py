@@ -7,7 +7,7 @@ the names of their fields. Contradictions are errors at construction. Nothing he
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast
@@ -16,27 +16,26 @@ from tensordict.nn import TensorDictModuleBase
 
 from torchrl_llm import objectives
 from torchrl_llm.envs.chat import read_date
+from torchrl_llm.modules.engine_settings import CustomSettings
+from torchrl_llm.modules.hf.settings import HFSettings
 from torchrl_llm.modules.policy import SamplingConfig
+from torchrl_llm.modules.vllm.settings import VLLMSettings
 from torchrl_llm.objectives.checks import wrong_penalty
 from torchrl_llm.runs import wrong_settings
 from torchrl_llm.runs.idle_settings import IDLE
 from torchrl_llm.runs.loss_settings import GRPO, LLMPPO, LLMREINFORCE, NO_ACTOR, NO_CRITIC, SFT, LossSettings
 from torchrl_llm.runs.settings import (
-    ATTENTION,
     Algorithm,
     AsyncRollouts,
     ChatSettings,
-    CustomSettings,
     EnvSettings,
     EvaluationSettings,
-    HFSettings,
     ModelSettings,
     OptimSettings,
     OutputSettings,
     RayRollouts,
     SelfPlayRollouts,
     TurnRollouts,
-    VLLMSettings,
     WeightsSettings,
     names_of,
 )
@@ -107,9 +106,6 @@ HOW_TO_RUN = (
 """Settings that change no number of a run: a resumed run may differ in them."""
 
 
-_MAPPINGS = ("chat_template_kwargs", "env_options", "loss_options", "estimator_options", "engine_options", "callbacks")
-
-
 def _kept_by_json(value: Any) -> bool:
     try:
         # a tuple equals no list here, nor a number its text
@@ -169,9 +165,8 @@ class RunSettings(Sectioned):
         """What is wrong with these settings together, and what to do."""
         if self.output.resume and self.output.overwrite:
             yield "resume continues a run and overwrite starts a new one: give one of them."
-        values = self.values()
-        for name in _MAPPINGS:
-            if not _kept_by_json(value := values.get(name)):
+        for name, value in self.values().items():
+            if isinstance(value, Mapping) and not _kept_by_json(value):
                 yield (
                     f"{name} is {value!r}; expected text keys, and values that JSON has (lists, not tuples), because "
                     "checkpoints keep the settings."
@@ -184,7 +179,7 @@ class RunSettings(Sectioned):
         yield from wrong_settings.wrong_self_play(self) if self.collector == "self_play" else ()
         yield from wrong_settings.wrong_branches(self)
         yield from wrong_settings.wrong_trees(self)
-        yield from wrong_settings.wrong_engine(self)
+        yield from self.engine.problems(self)
         yield from self._wrong_model()
 
     def _wrong_changes(self) -> Iterator[str]:
@@ -256,12 +251,6 @@ class RunSettings(Sectioned):
                 yield f"{name} is about the reference of the KL, and teacher={self.model.teacher!r} is that: leave one of them out."
         if self.model.compile and self.model.gradient_checkpointing:
             yield "compile and gradient_checkpointing exclude each other: choose one."
-        if self.policy == "hf" and self.model.attn_implementation not in (None, *ATTENTION):
-            yield (
-                f"attn_implementation={self.model.attn_implementation!r} takes no mask, and policy='hf' samples with one: leave it out. "
-                "PyTorch's own attention (sdpa), which is the default, runs flash attention on a GPU too, and computes what rows "
-                "share once."
-            )
         if self.model.quantization is not None and not self.weights.lora_r:
             yield f"quantization={self.model.quantization!r} is for LoRA: lora_r=0 would train the weights that it rounds."
         # PEFT reads a string as a regular expression of whole module paths, which a bare name never

@@ -15,6 +15,7 @@ from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.options import ConfigError, fits, options_of
 from torchrl_llm.utils.sections import (
     alternatives_of,
+    harmless_in,
     in_sections,
     section_of,
     sections_of,
@@ -105,10 +106,10 @@ def _left_out(values: Mapping[str, Any]) -> set[str]:
     the algorithm, and defaults of other policies and collectors."""
     found = set()
     for section, kind in alternatives_of(RunSettings, values).items():
-        options = settings_in(RunSettings, section)
+        options, harmless = settings_in(RunSettings, section), harmless_in(RunSettings, section)
         for name in values.keys() & options.keys():
             default = options[name].default
-            idle = section == "loss" or values[name] in (default, kind.harmless.get(name, default))
+            idle = section == "loss" or values[name] in (default, harmless.get(name, default))
             if (name not in options_of(kind) and idle) or (section == "loss" and values[name] is None):
                 found.add(name)
     return found

@@ -260,7 +260,7 @@ def build_run(
             callbacks=watchers.callbacks,
             accelerator=place.accelerator,
             seen_tasks=rollouts.seen_tasks,
-            offload=build.make_offload(config, networks.models),
+            offload=config.engine.offload(networks.models),
             numerics=place.numerics,
         )
         opened.callback(trainer.close)

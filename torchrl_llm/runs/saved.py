@@ -18,6 +18,7 @@ from typing import Any
 
 from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, UnknownEnvironmentError, register_env_family
 from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic, weights
+from torchrl_llm.modules.hf.settings import ATTENTION
 from torchrl_llm.modules.lm import max_positions
 from torchrl_llm.modules.sampling import SamplingConfig
 from torchrl_llm.runs import build
@@ -28,7 +29,7 @@ from torchrl_llm.runs.device import choose_device
 from torchrl_llm.runs.environments import check_environment, make_environment, stock_env
 from torchrl_llm.runs.migrate import settings_of_now
 from torchrl_llm.runs.run_folder import MARK
-from torchrl_llm.runs.settings import ATTENTION, FORMATTER, ChatSettings, EnvSettings, names_of
+from torchrl_llm.runs.settings import FORMATTER, ChatSettings, EnvSettings, names_of
 from torchrl_llm.runs.settings_file import read_settings, write_settings
 from torchrl_llm.runs.sources import MODELS, load_model_config, load_tokenizer, model_path
 from torchrl_llm.runs.trust import check_base, check_kept
@@ -187,12 +188,9 @@ def _checked(settings: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
 def for_run(config: RunSettings) -> dict[str, Any]:
     """The settings of a run that hold for each model that it loads beside its own, whatever that
     one was trained with."""
-    attention = (
-        {"attn_implementation": config.model.attn_implementation}
-        if config.model.attn_implementation in ATTENTION
-        else {}
-    )
-    return {"device": config.model.device, "trust_remote_code": config.model.trust_remote_code, **attention}
+    options = {"device": config.model.device, "trust_remote_code": config.model.trust_remote_code}
+    attention = config.model.attn_implementation
+    return options | ({"attn_implementation": attention} if attention in ATTENTION else {})
 
 
 def settings_for_use(settings: Mapping[str, Any], *, env_from_python: bool) -> dict[str, Any]:

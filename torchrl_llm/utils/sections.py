@@ -16,7 +16,7 @@ import types
 from collections.abc import Mapping
 from functools import reduce
 from operator import or_
-from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, Self, Union, cast, get_args, get_origin
 
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.options import (
@@ -39,6 +39,7 @@ __all__ = [
     "alternatives_of",
     "choices_of",
     "family_of",
+    "harmless_in",
     "in_sections",
     "meanings_of",
     "meant",
@@ -61,7 +62,8 @@ class Alternative(Checked):
     """The name of the class in settings, by default that of Python."""
 
     harmless: ClassVar[Mapping[str, Any]] = types.MappingProxyType({})
-    """Values of settings of other classes that ask for what happens anyway, and are no error."""
+    """Values of its settings that ask for what happens anyway beside another class of the section,
+    and are no error there."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -149,6 +151,12 @@ def _merged(kinds: tuple[type[Checked], ...]) -> dict[str, Option]:
         )
         for name, options in found.items()
     }
+
+
+def harmless_in(cls: type[Checked], section: str) -> dict[str, Any]:
+    """The values that the classes of a section declare :attr:`~Alternative.harmless`."""
+    kinds = cast(tuple[type[Alternative], ...], sections_of(cls)[section])
+    return {name: value for kind in kinds for name, value in kind.harmless.items()}
 
 
 @remembered
@@ -348,8 +356,8 @@ def _check_others(cls: type[Checked], kinds: Mapping[str, type[Checked]], given:
             having = [f'"{_name(each)}"' for each in sections_of(cls)[section] if setting in options_of(each)]
             groups.setdefault(" or ".join(having), []).append(setting)
         for named, settings in groups.items():
-            harmless = kind.harmless if issubclass(kind, Alternative) else {}
-            rule = Idle(tuple(settings), {choice: (_name(kind),)}, f"set {choice} to {named}", harmless)
+            instead = f"set {choice} to {named}"
+            rule = Idle(tuple(settings), {choice: (_name(kind),)}, instead, harmless_in(cls, section))
             rule.check(given, {choice: _name(kind)})
 
 
