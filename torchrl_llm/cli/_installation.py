@@ -49,9 +49,8 @@ def check_requirements(declared: Iterable[str]) -> Iterator[Finding]:
         if name is None:
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 yield _required(requirement)
-        elif (
-            name not in _OF_DEVELOPMENT and requirement.name != _DISTRIBUTION
-        ):  # an extra of other extras has no packages
+        # an extra of other extras has no packages
+        elif name not in _OF_DEVELOPMENT and requirement.name != _DISTRIBUTION:
             extras.setdefault(name, []).extend(_lacking(requirement))
     for name, missing in extras.items():
         how = f"not installed ({', '.join(missing)}): pip install '{_DISTRIBUTION}[{name}]'"

@@ -30,8 +30,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--episodes", type=int, metavar="N", help="episodes to collect (default: the run's final_episodes, or 512)"
     )
-    parser.add_argument("--greedy", action="store_true", default=False, help="take the likeliest token; each task once")
-    parser.add_argument("--json", action="store_true", default=False, help="print the result as JSON")
+    parser.add_switch("--greedy", "take the likeliest token; each task once")
+    parser.add_switch("--json", "print the result as JSON")
     add_checkpoint(parser)
 
 

@@ -49,16 +49,10 @@ PANELS = (
     ),
     Panel("Negative log-likelihood, nats per token", {"loss/nll": "of what is imitated"}, low=0.0),
     Panel(
-        "KL of an update, nats per token",
-        {"policy/kl_old": "during", "policy/kl_update": "before to after"},
-        low=0.0,
+        "KL of an update, nats per token", {"policy/kl_old": "during", "policy/kl_update": "before to after"}, low=0.0
     ),
     Panel("KL to the reference, nats per token", {"policy/kl_reference": "policy"}, low=0.0),
-    Panel(
-        "Clip fraction",
-        {"policy/clip_fraction": "policy", "critic/clip_fraction": "critic"},
-        low=0.0,
-    ),
+    Panel("Clip fraction", {"policy/clip_fraction": "policy", "critic/clip_fraction": "critic"}, low=0.0),
     Panel("Critic's explained variance", {"critic/explained_variance": "before the update"}, high=1.0),
     Panel("Trees that branched", {"credit/branched": "before their end"}, low=0.0, high=1.0),
     Panel("Turns with a valued state", {"credit/valued": "by continuations"}, low=0.0, high=1.0),
@@ -67,12 +61,7 @@ PANELS = (
     Panel("Gradient norm", {"optim/grad_norm_actor": "actor", "optim/grad_norm_critic": "critic"}, low=0.0),
     Panel(
         "Seconds per iteration",
-        {
-            "time/rollout_s": "rollout",
-            "time/score_s": "score",
-            "time/update_s": "update",
-            "time/sync_s": "sync",
-        },
+        {"time/rollout_s": "rollout", "time/score_s": "score", "time/update_s": "update", "time/sync_s": "sync"},
         low=0.0,
     ),
     Panel("Truncated episodes", {"rollout/truncated": "training"}, low=0.0, high=1.0),

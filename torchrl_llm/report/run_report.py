@@ -19,11 +19,7 @@ from torchrl_llm.metrics.paired import OTHER_GAMES, PairedComparison, paired_com
 from torchrl_llm.report.page import EPISODES, NAME, write_report
 from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.flags import resume_command
-from torchrl_llm.runs.outputs import (
-    comparison_table,
-    percent,
-    write_json,
-)
+from torchrl_llm.runs.outputs import comparison_table, percent, write_json
 from torchrl_llm.runs.recording import Kind
 from torchrl_llm.runs.run import Run
 from torchrl_llm.runs.run_json import read_json

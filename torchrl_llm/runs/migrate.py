@@ -13,14 +13,7 @@ from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.settings_file import RENAMED, Loader, composed
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.options import ConfigError, fits, options_of
-from torchrl_llm.utils.sections import (
-    alternatives_of,
-    in_sections,
-    section_of,
-    sections_of,
-    settings_in,
-    settings_of,
-)
+from torchrl_llm.utils.sections import alternatives_of, in_sections, section_of, sections_of, settings_in, settings_of
 
 
 def migrated(path: Path) -> str:

@@ -13,13 +13,7 @@ from typing import Any, Literal, Self
 from torchrl_llm.modules.sampling import SamplingConfig
 from torchrl_llm.runs import RunSettings
 from torchrl_llm.runs.config import HOW_TO_RUN, INITIAL_WEIGHTS
-from torchrl_llm.runs.settings import (
-    ChatSettings,
-    EnvSettings,
-    EvaluationSettings,
-    ModelSettings,
-    names_of,
-)
+from torchrl_llm.runs.settings import ChatSettings, EnvSettings, EvaluationSettings, ModelSettings, names_of
 from torchrl_llm.runs.settings_file import read_settings
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.options import Checked, ConfigError, Count, Natural, NonNegative, Positive, fits

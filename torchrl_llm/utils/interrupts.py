@@ -25,14 +25,7 @@ import torch.distributed as dist
 from torchrl_llm.utils.terminal import printable
 
 # torchrl_llm.trainers exports the functions for scripts.
-__all__ = [
-    "Interrupted",
-    "catch_signals",
-    "children_ignore_sigint",
-    "held",
-    "interruptible",
-    "run_begins",
-]
+__all__ = ["Interrupted", "catch_signals", "children_ignore_sigint", "held", "interruptible", "run_begins"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
