@@ -89,9 +89,6 @@ HOW_TO_RUN = (
 """Settings that change no number of a run: a resumed run may differ in them."""
 
 
-_MAPPINGS = ("chat_template_kwargs", "env_options", "loss_options", "estimator_options", "engine_options", "callbacks")
-
-
 def _kept_by_json(value: Any) -> bool:
     try:
         # a tuple equals no list here, nor a number its text
@@ -153,9 +150,8 @@ class RunSettings(Sectioned):
         """What is wrong with these settings together, and what to do."""
         if self.output.resume and self.output.overwrite:
             yield "resume continues a run and overwrite starts a new one: give one of them."
-        values = self.values()
-        for name in _MAPPINGS:
-            if not _kept_by_json(value := values.get(name)):
+        for name, value in self.values().items():
+            if isinstance(value, dict) and not _kept_by_json(value):
                 yield (
                     f"{name} is {value!r}; expected text keys, and values that JSON has (lists, not tuples), because "
                     "checkpoints keep the settings."
@@ -219,9 +215,8 @@ class RunSettings(Sectioned):
         stale = self.rollouts.staleness
         if stale and self.trainer.old_log_probs == "sampler":
             yield f'max_staleness={stale} with old_log_probs="sampler": the sampler may have had older weights. Use "auto".'
-        if self.trainer.old_log_probs == "sampler" and (
-            getattr(self.loss, "sampler_correction", None) is not None or self.loss.estimator_type().corrects_sampler
-        ):
+        corrected = getattr(self.loss, "sampler_correction", None) or self.loss.estimator_type().corrects_sampler
+        if self.trainer.old_log_probs == "sampler" and corrected:
             yield NOTHING_TO_CORRECT
         if stale and self.env.adaptive_mixture:
             yield f"adaptive_mixture adapts between batches, and max_staleness={stale} leaves none between them: choose one."
@@ -333,12 +328,8 @@ class RunSettings(Sectioned):
         given = self.loss.changed() | {"group_size": self.rollouts.group_size}
         values = options_of(loss_class)
         options = {name: value for name, value in given.items() if name in values}
-        if (
-            "sampler_correction" in values
-            and self.rollouts.staleness
-            and getattr(self.loss, "sampler_correction", None) is None
-            and not kind.corrects_sampler
-        ):
+        is_unset = getattr(self.loss, "sampler_correction", None) is None
+        if "sampler_correction" in values and is_unset and self.rollouts.staleness and not kind.corrects_sampler:
             options = {"sampler_correction": "truncate", "sampler_bounds": 2.0} | options
         # Where both have a weight of the KL, the loss gives the estimator its own.
         shared = {"kl_coeff"} & values.keys()

@@ -150,10 +150,8 @@ class Run:
         saved = verify(path)["components"]
         if load_optimizer and "optimizer" not in saved:
             raise CheckpointError(f"{path} has no optimizer: pass load_optimizer=False.")
-        wanted = [
-            name for name, read in (("optimizer", load_optimizer), ("loss_state", True)) if read and name in saved
-        ]
-        states = read_states(path, *wanted)
+        wanted = ("optimizer", "loss_state") if load_optimizer else ("loss_state",)
+        states = read_states(path, *(name for name in wanted if name in saved))
         # The settings of the run, which the state of the checkpoint holds too, are this
         # run's own.
         optimizer = Optimizer(self.trainer.optimizer, self.trainer.distributed, keep=build.adamw_options(self.config))
@@ -228,12 +226,12 @@ def build_run(
         place = assembly.find_place(config, given, opened)
         tokenizer = load_tokenizer(config)
         config = assembly.settle(config, place, tokenizer)
-        environments = assembly.make_environments(config, place, tokenizer, given, opened)
+        environments = assembly.make_environments(config, place, tokenizer)
         config = environments.config
-        networks = assembly.load_networks(config, place, tokenizer, environments, opened)
+        networks = assembly.load_networks(config, place, tokenizer, environments)
         loss, reference = assembly.make_loss_and_reference(config, networks, environments, given)
-        rollouts = assembly.make_rollouts(config, place, tokenizer, environments, networks, loss, opened)
-        watchers = assembly.make_watchers(config, place, tokenizer, networks, loss, given, from_python)
+        rollouts = assembly.make_rollouts(config, place, tokenizer, environments, networks, loss)
+        watchers = assembly.make_watchers(config, place, tokenizer, networks, loss, from_python)
         trainer = LLMTrainer(
             collector=rollouts.collector,
             replay_buffer=rollouts.replay_buffer,

@@ -80,12 +80,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def section_of(self, name: str) -> str | None:
         """The section that is called so, or that has a flag of this name."""
-        if name in self.sections:
-            return name
-        return next(
-            (section for section, (_, parser) in self.sections.items() if f"--{name}" in parser._option_string_actions),
-            None,
-        )
+        having = [own for own, (_, parser) in self.sections.items() if f"--{name}" in parser._option_string_actions]
+        return name if name in self.sections else next(iter(having), None)
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and the message alone: a usage may have a hundred lines."""

@@ -229,7 +229,7 @@ def held() -> Iterator[Callable[[], None]]:
     """
     signals = _active
     if signals is None or not signals.drops or threading.current_thread() is not threading.main_thread():
-        yield _nothing
+        yield lambda: None
         return
     signals.drops = False
     try:
@@ -238,10 +238,6 @@ def held() -> Iterator[Callable[[], None]]:
         signals.drops = True
     # After the finally, so that an error from inside is not replaced.
     signals.check()
-
-
-def _nothing() -> None:
-    pass
 
 
 @contextmanager
