@@ -62,12 +62,10 @@ def run_and_report(
         # Without ranks, which meet only while the run is built.
         run = interruptible(build)
         try:
-            report.before = evaluate_before(run)
-            if report.before is not None and run.trainer.distributed.is_main:
-                share = percent(report.before.task_overlap)
-                say(
-                    f"before training, {report.before.episodes} episodes: win rate {report.before.success:.3f}, trained on {share}"
-                )
+            report.before = before = evaluate_before(run)
+            if before is not None and run.trainer.distributed.is_main:
+                won, share = f"{before.success:.3f}", percent(before.task_overlap)
+                say(f"before training, {before.episodes} episodes: win rate {won}, trained on {share}")
             run.trainer.train()
             report.after = run.final_evaluation()
             result = report.write(run, run.trainer.stop_reason)

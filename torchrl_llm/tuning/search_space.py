@@ -25,9 +25,7 @@ _BUDGET = ("max_iterations", "max_seconds", "stop_at_success")
 _SCORE = (
     *(name for name in (*names_of(ChatSettings), *names_of(EnvSettings)) if name != "num_envs"),
     *names_of(EvaluationSettings),
-    "seed",
-    "step_timeout",
-    "opponent",
+    *("seed", "step_timeout", "opponent"),
 )
 """Settings that change what an evaluation measures: with them in a space scores could not be
 compared."""
@@ -179,9 +177,8 @@ class TuningConfig(Checked):
         if starts or self.scheduler != "pbt":
             return config
         # With another class come its defaults.
-        brought = {
-            name for choice, part in _BRINGING.items() if choice in sampled for name in settings_in(RunSettings, part)
-        }
+        chosen = [section for choice, section in _BRINGING.items() if choice in sampled]
+        brought = {name for section in chosen for name in settings_in(RunSettings, section)}
         return config.replace(accept_changes=["max_iterations", *sorted({*sampled, *brought})])
 
     def _problems(self) -> Iterator[str]:
@@ -194,9 +191,7 @@ class TuningConfig(Checked):
                 yield f"base sets {name}, which the tuning decides (generations, episodes, resume): leave it out of {self.base}."
         for name in ("wandb", "trackio"):
             if self.settings.get(name):
-                yield (
-                    f"base sets {name}, and a copy of a trial would log to the original's run there: leave it out of {self.base}."
-                )
+                yield f"base sets {name}, and a copy of a trial would log to the original's run there: leave it out of {self.base}."
         base = self.base_config
         if not base.trainer.evaluation_interval:
             yield "base sets evaluation_interval=0, and trials are compared by evaluations: set it to 1 or more."
