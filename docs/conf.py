@@ -168,7 +168,7 @@ def _reference(module: str) -> str:
     loaded = import_module(module)
     public = {name: getattr(loaded, name) for name in getattr(loaded, "__all__", ())}
     package = ".".join(module.split(".")[:2])
-    callables = {name: value for name, value in public.items() if inspect.isclass(value) or inspect.isfunction(value)}
+    callables = {name: value for name, value in public.items() if inspect.isclass(value) or inspect.isroutine(value)}
     # What another package makes is documented there: two descriptions of one thing are an error.
     members = [name for name, value in callables.items() if value.__module__.startswith(package)]
     others = [name for name in callables if name not in members]

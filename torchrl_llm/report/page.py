@@ -143,15 +143,9 @@ class _Page:
         return "\n".join(markdown(each, episode_texts(each, _OF_A_RECORDING)) for each in self.recordings)
 
     def _index(self) -> dict[str, Any]:
+        names = ("kind", "iteration", "steps", "gamma")
         recordings = [
-            {
-                "label": _label(each),
-                "kind": each.kind,
-                "iteration": each.iteration,
-                "steps": each.steps,
-                "gamma": each.gamma,
-                "missing": token_values(each)[1],
-            }
+            {"label": _label(each), **{name: getattr(each, name) for name in names}, "missing": token_values(each)[1]}
             for each in self.recordings
         ]
         groups = [about for about, _ in self.groups]

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from torchrl_llm.runs.config import RunSettings
-from torchrl_llm.runs.settings_file import RENAMED, Loader, composed
+from torchrl_llm.runs.settings_file import RENAMED, Loader, composed, fields_of
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.options import ConfigError, fits, options_of
 from torchrl_llm.utils.sections import (
@@ -141,17 +141,9 @@ def _loaded(text: str) -> dict[str, Any]:
 
 def _names(path: Path, root: yaml.MappingNode) -> Iterator[str]:
     """The names of today of the settings, in the order of the file."""
-    seen: set[str] = set()
-    for key, _ in root.value:
-        where = f"{path}, line {key.start_mark.line + 1}:"
-        if not isinstance(key, yaml.ScalarNode):
-            raise ConfigError(f"{where} expected 'field: value', and the field is not text.")
-        name = RENAMED.get(key.value, (key.value, ""))[0]
+    for where, name, _ in fields_of(path, root, RENAMED):
         if name in sections_of(RunSettings):
             raise ConfigError(f"{where} {name} is a section: the file has them already.")
         if name not in settings_of(RunSettings):
             raise ConfigError(f"{where} {name!r} is not a setting.{nearest(name, [*settings_of(RunSettings)])}")
-        if name in seen:
-            raise ConfigError(f"{where} {name} is given twice.")
-        seen.add(name)
         yield name
