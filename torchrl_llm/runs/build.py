@@ -243,7 +243,7 @@ def _worker_policy(
         sampling=sampling,
         # A worker only samples; float32 weights are for training.
         master_weights=False,
-        device="cuda" if config.values()["ray_worker_gpus"] else "cpu",
+        device="cuda" if config.values().get("ray_worker_gpus") else "cpu",
         **given_options(config, *MODEL),
     )
     return _model_policy(config, tokenizer, sampling, models)

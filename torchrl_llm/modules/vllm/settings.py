@@ -184,7 +184,7 @@ class VLLMSettings(EngineSettings):
         if self.gpu_memory_utilization is not None:
             return self.gpu_memory_utilization
         if device is None:
-            return _OWN_GPU * min(1.0, config.rollouts.ray_worker_gpus or 1.0)
+            return _OWN_GPU * min(1.0, config.values().get("ray_worker_gpus") or 1.0)
         return _TRAINERS_GPU if device.type == "cuda" and self.weight_sync != "nccl" else _OWN_GPU
 
     def gpus(self, device: torch.device | None, processes: int = 1) -> list[int] | None:
