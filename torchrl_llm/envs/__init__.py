@@ -5,12 +5,7 @@ else.
 """
 
 from torchrl_llm.envs.answers import MissingThinkingError
-from torchrl_llm.envs.chat import (
-    CHATML,
-    ChatFormatter,
-    ControlTokenError,
-    compose_message,
-)
+from torchrl_llm.envs.chat import CHATML, ChatFormatter, ControlTokenError, compose_message
 from torchrl_llm.envs.dataset import PromptDatasetEnv, PromptFormatter, RowTaskSampler, read_rows, train_test_split
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.extras import Extras, text_key

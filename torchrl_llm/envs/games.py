@@ -305,12 +305,11 @@ class SelfPlayEnv(GEMEnv):
                 "are a group: leave group_size out, and play games of other numbers apart."
             )
         size = found.pop()
-        super().__init__(
-            [replace(spec, make=partial(Seat, cast(Any, spec.make), spec.name), extras=Seat.extras) for spec in specs],
-            group_size=size,
-            num_envs=size if num_envs is None else num_envs,
-            **options,
-        )
+        seats = [
+            replace(spec, make=partial(Seat, cast(Any, spec.make), spec.name), extras=Seat.extras) for spec in specs
+        ]
+        num_envs = size if num_envs is None else num_envs
+        super().__init__(seats, group_size=size, num_envs=num_envs, **options)
 
     # ---------------------------------------- what needs a collector that knows of games
 

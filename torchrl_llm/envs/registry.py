@@ -118,9 +118,8 @@ def resolve_env(env: EnvSource) -> EnvSpec:
         try:
             _families[family] = offered.load()
         except (ImportError, AttributeError) as error:
-            raise EnvironmentUnavailableError(
-                env, f"Its family is {offered.value!r}, and is not there.", error
-            ) from error
+            needs = f"Its family is {offered.value!r}, and is not there."
+            raise EnvironmentUnavailableError(env, needs, error) from error
     spec = _families.get(family, _families["gem"])(env)
     if not isinstance(spec, EnvSpec):
         raise TypeError(f"The environment family {family!r} resolved {env!r} to {spec!r:.80}; expected an EnvSpec.")

@@ -16,7 +16,10 @@ from tensordict.nn import TensorDictModuleBase
 
 from torchrl_llm import objectives
 from torchrl_llm.envs.chat import read_date
+from torchrl_llm.modules.engine_settings import CustomSettings
+from torchrl_llm.modules.hf.settings import HFSettings
 from torchrl_llm.modules.policy import SamplingConfig
+from torchrl_llm.modules.vllm.settings import VLLMSettings
 from torchrl_llm.objectives.checks import wrong_penalty
 from torchrl_llm.runs import settings as parts
 from torchrl_llm.runs import wrong_settings
