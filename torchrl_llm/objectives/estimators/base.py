@@ -34,11 +34,22 @@ class EstimatorOptions(Checked):
     idle: ClassVar[tuple[Idle, ...]] = (Idle(("discounted_objective",), {"gamma": (1,)}, "discount (gamma below 1)"),)
 
     gamma: Share = 1.0
-    """Discount per turn."""
+    """Discount per turn.
+
+    At token granularity, per action token.
+    """
     discounted_objective: bool = False
-    """Weigh turn k by gamma^k, as the gradient of the discounted return does."""
+    """Weigh turn k by gamma^k, as the gradient of the discounted return does.
+
+    Practice drops the factor: later turns then count as much as early ones, and the expected
+    gradient is the gradient of no objective (Thomas, 2014, "Bias in natural actor-critic
+    algorithms"; Nota and Thomas, 2020, arXiv:1906.07073).
+    """
     clip_advantage: Positive | None = None
-    """Bound on the absolute value of advantages; None sets none."""
+    """Bound on the absolute value of advantages; None sets none.
+
+    Of normalized ones too.
+    """
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -54,23 +65,7 @@ class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
         value_network: the critic, where the estimator has one.
 
     Keyword Args:
-        gamma: discount per step. Default: 1.0.
-        kl_coeff: subtracts ``kl_coeff * (old - ref)``, the KL to the reference, from the reward of
-            every action token, summed over the tokens of a turn at turn granularity.
-            ``kl_in="reward"`` of the losses sets it. Then ``"ref_log_prob"`` and ``"old_log_prob"``
-            (or, without it, ``"sample_log_prob"``) ``[B, L]`` are read too. Default: 0.0.
-        discounted_objective: multiply the advantage of each step by ``gamma`` to the number of
-            steps before it, as the gradient of the discounted return has it. Practice drops the
-            factor: later turns then count as much as early ones, and the expected gradient is the
-            gradient of no objective (Thomas, 2014, "Bias in natural actor-critic algorithms"; Nota
-            and Thomas, 2020, arXiv:1906.07073). Without effect at ``gamma = 1``. Default:
-            ``False``.
-        clip_advantage: bound advantages, normalized ones too, to this absolute value; ``None`` sets
-            no bound. Default: ``None``.
-        process_group: statistics over a batch include all ranks of this group; ``None``: this
-            process only. A trainer sets it. Default: ``None``.
-        value_chunk_size: run the critic, where there is one, on this many rows at a time. Default:
-            all.
+        **options: of :class:`EstimatorOptions`, and the following.
     """
 
     @dataclass
@@ -129,8 +124,19 @@ class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
     # torch.nn.Module takes modules as attributes only after its own constructor: hence not a field.
     value_network: InitVar[TensorDictModuleBase | None] = field(default=None, kw_only=False)
     kl_coeff: NonNegative = 0.0
+    """Subtracts ``kl_coeff * (old - ref)``, the KL to the reference, from the reward of every
+    action token, summed over the tokens of a turn at turn granularity.
+
+    ``kl_in="reward"`` of the losses sets it. Then ``"ref_log_prob"`` and ``"old_log_prob"`` (or,
+    without it, ``"sample_log_prob"``) ``[B, L]`` are read too.
+    """
     process_group: dist.ProcessGroup | None = None
+    """Statistics over a batch include all ranks of this group; None: this process only.
+
+    A trainer sets it.
+    """
     value_chunk_size: Count | None = None
+    """Run the critic, where there is one, on this many rows at a time; None: on all."""
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         # super() is the constructor of the options

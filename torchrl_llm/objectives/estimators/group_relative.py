@@ -40,22 +40,47 @@ class GroupOptions(ReturnOptions):
 
     credit: Credit = "episode"
     """Compare the returns of the "episode", those from each "turn" on, or those from each "state"
-    on."""
+    on.
+
+    With ``"episode"`` every turn of a row gets the same advantage. With ``"turn"`` it is not
+    credited with what came before it, and an episode that has ended by then counts with 0. With
+    ``"state"`` it is compared with other episodes of the group that were in the same state, at
+    whichever turn; this needs ``baseline="leave_one_out", scale="none"``, for with either of the
+    others it is biased.
+    """
     state: str = "prefix"
     """With credit="state", what turns share: the "prefix", the "observation", or the text of an
-    extra, by its name."""
+    extra, by its name.
+
+    The prefix are all tokens before the turn, the observation those since the last action token.
+    """
     fallback: F.Fallback = "turn"
     """A turn whose state no other episode was in is compared with the others at the same "turn", or
     keeps its "return"."""
     baseline: F.Baseline = "mean"
-    """The group's "mean", or "leave_one_out" (with scale="none")."""
+    """The group's "mean", or "leave_one_out" (with scale="none").
+
+    The latter is the mean of the others.
+    """
     scale: F.Scale = "std"
-    """Divide by the group's "std", that of the "batch", the group's "mean" (MaxRL), or "none"."""
+    """Divide by the group's "std", that of the "batch", the group's "mean" (MaxRL), or "none".
+
+    MaxRL (arXiv:2602.02710) is for episode returns that are not negative.
+    """
     components: dict[str, float] | None = None
     """Further rewards, extras with their weights, each compared by itself and added: {format:
-    0.5}."""
+    0.5}.
+
+    With the options here, so that one with a large spread does not drown the others (GDPO, Liu et
+    al., 2026, arXiv:2601.05242, eqs. 4, 5). The reward itself has the weight 1; pay the main one as
+    the reward and declare the others. A KL penalty is compared by itself, too, without scale.
+    """
     whiten: bool = False
-    """Whiten the advantages over the batch."""
+    """Whiten the advantages over the batch.
+
+    Over what was compared, episodes or, with ``credit="turn"``, turns: the last step of GDPO, and
+    with ``scale="none"`` REINFORCE++ with its baseline (Hu et al., 2025, arXiv:2501.03262).
+    """
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -74,43 +99,9 @@ class GroupRelative(GroupOptions, ReturnEstimator):
     than its own.
 
     Keyword Args:
-        gamma: discount per turn. Default: 1.0.
-        credit: ``"episode"`` compares the returns of whole episodes, and every turn of a row gets
-            the same advantage; ``"turn"`` compares, turn by turn, the returns from there on, so
-            that a turn is not credited with what came before it. An episode that has ended by then
-            counts with 0. ``"state"`` compares the returns from a state on with the returns of
-            other episodes of the group that were in the same state, at whichever turn; it needs
-            ``baseline="leave_one_out", scale="none"``, for with either of the others it is biased.
-            Default: ``"episode"``.
-        state: when turns are in the same state: ``"prefix"``: all tokens before them are equal;
-            ``"observation"``: those since the last action token are; or the name of an extra that
-            the environment declares as text. Default: ``"prefix"``.
-        fallback: what a turn is compared with whose state no other episode of the group was in: the
-            others at the same ``"turn"``, or nothing: it keeps its ``"return"``. Default:
-            ``"turn"``.
-        baseline: ``"mean"`` of the group, or ``"leave_one_out"``: the mean of the others. Default:
-            ``"mean"``.
-        scale: divide by the standard deviation of the group (``"std"``), of the batch
-            (``"batch"``), by the group's ``"mean"`` (MaxRL, arXiv:2602.02710; for episode returns
-            that are not negative), or not (``"none"``). Default: ``"std"``.
-        components: further rewards, the extras of these names, with their weights: each is compared
-            by itself, with the options here, and added (GDPO, Liu et al., 2026, arXiv:2601.05242,
-            eqs. 4, 5), so that one with a large spread does not drown the others. The reward itself
-            has the weight 1; pay the main one as the reward and declare the others. A KL penalty is
-            compared by itself, too, without scale. ``None``: the reward alone. Default: ``None``.
-        whiten: normalize advantages to mean 0 and variance 1 over what was compared in the batch,
-            episodes or, with ``credit="turn"``, turns: the last step of GDPO, and with
-            ``scale="none"`` REINFORCE++ with its baseline (Hu et al., 2025, arXiv:2501.03262).
-            Default: ``False``.
-        potential: see :class:`~torchrl_llm.objectives.ReturnEstimator`; for ``credit="turn"`` and
-            ``"state"``. Default: ``None``.
-        ddof: the variance divides by ``size - ddof``. Default: 1.
-        eps: added to the standard deviation. Default: 1e-6.
-        group_size: episodes in a group; ``None``: as many as in the largest group of the batch.
-        partial: a group of another size is an ``"error"``, or ``"allow"``-ed. Default: ``"error"``.
-        kl_coeff, discounted_objective, clip_advantage, process_group: see
-            :class:`~torchrl_llm.objectives.TurnEstimator`; ``discounted_objective`` is for
-            ``credit="turn"`` and ``"state"``.
+        **options: of :class:`GroupOptions`, and those of
+            :class:`~torchrl_llm.objectives.ReturnEstimator`; ``potential`` and
+            ``discounted_objective`` are for ``credit="turn"`` and ``"state"``.
 
     Examples:
         >>> import torch
@@ -127,9 +118,13 @@ class GroupRelative(GroupOptions, ReturnEstimator):
     _reads = (*ReturnEstimator._reads, "group_id")
 
     ddof: Natural = 1
+    """The variance divides by ``size - ddof``."""
     eps: NonNegative = 1e-6
+    """Added to the standard deviation."""
     group_size: Count | None = None
+    """Episodes in a group; None: as many as in the largest group of the batch."""
     partial: F.Partial = "error"
+    """A group of another size is an "error", or "allow"-ed."""
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__post_init__(value_network)

@@ -35,14 +35,8 @@ class RoleRelative(ReturnEstimator):
     was compared.
 
     Keyword Args:
-        gamma: discount per turn. Default: 1.0.
-        credit: ``"episode"`` compares the returns of whole episodes, and every turn of a row gets
-            the same advantage; ``"turn"`` compares, turn by turn, the returns from there on, where
-            an episode that has ended counts with 0. Default: ``"episode"``.
-        role: name of the extra that tells the role. Default: ``"role"``.
-        kl_coeff, discounted_objective, clip_advantage, process_group: see
-            :class:`~torchrl_llm.objectives.TurnEstimator`; ``discounted_objective`` is for
-            ``credit="turn"``.
+        **options: those of :class:`~torchrl_llm.objectives.TurnEstimator`, and the following;
+            ``discounted_objective`` is for ``credit="turn"``.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -55,7 +49,13 @@ class RoleRelative(ReturnEstimator):
     """
 
     credit: Literal["episode", "turn"] = "episode"
+    """Compare the returns of whole episodes, or, turn by turn, those from there on.
+
+    With ``"episode"`` every turn of a row gets the same advantage; with ``"turn"`` an episode that
+    has ended counts with 0.
+    """
     role: str = "role"
+    """Name of the extra that tells the role."""
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__post_init__(value_network)
