@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import pkgutil
 import re
@@ -21,7 +22,7 @@ from torchrl_llm.metrics import METRICS
 from torchrl_llm.runs import RunSettings
 from torchrl_llm.runs.config import shown_default
 from torchrl_llm.runs.schema import title_of
-from torchrl_llm.utils.options import describe
+from torchrl_llm.utils.options import Checked, describe
 from torchrl_llm.utils.other_systems import SYSTEMS
 from torchrl_llm.utils.sections import meanings_of, sections_of, settings_in
 
@@ -167,7 +168,7 @@ def _reference(module: str) -> str:
     loaded = import_module(module)
     public = {name: getattr(loaded, name) for name in getattr(loaded, "__all__", ())}
     package = ".".join(module.split(".")[:2])
-    callables = {name: value for name, value in public.items() if inspect.isclass(value) or inspect.isfunction(value)}
+    callables = {name: value for name, value in public.items() if inspect.isclass(value) or inspect.isroutine(value)}
     # What another package makes is documented there: two descriptions of one thing are an error.
     members = [name for name, value in callables.items() if value.__module__.startswith(package)]
     others = [name for name in callables if name not in members]
@@ -228,6 +229,23 @@ def _skip_named_tuple_fields(app, what, name, obj, skip, options):
     return True if type(obj).__name__ == "_tuplegetter" else None
 
 
+def _options(app, what, name, obj, options, lines):
+    """The options of a loss or an estimator, which are documented below its fields, in the list of
+    its arguments: those that it declares itself or inherits from a class of its module."""
+    if what != "class" or not (issubclass(obj, Checked) and dataclasses.is_dataclass(obj)) or "**options" not in "".join(lines):
+        return
+    docs = ModuleAnalyzer.for_module(obj.__module__).find_attr_docs()
+    defaults = {field.name: field.default for field in dataclasses.fields(obj) if field.default is not dataclasses.MISSING}
+    found = []
+    for base in obj.__mro__:
+        for field in vars(base).get("__annotations__", {}):
+            if base.__module__ == obj.__module__ and (said := docs.get((base.__qualname__, field))) and field in defaults:
+                found += [f"    {field}: {said[0]}", *(f"        {line}".rstrip() for line in said[1:-1])]
+                found += [f"        Default: ``{defaults[field]!r}``."]
+    at = next(i for i, line in enumerate(lines) if line.strip().startswith("**options"))
+    lines[at:at] = found
+
+
 def _constructor_signature(app, what, name, obj, options, signature, return_annotation):
     """The signature of ``__init__`` where a metaclass (TorchRL's losses) or ``__new__`` hides
     it."""
@@ -246,6 +264,7 @@ def _visit_math(translator, node, *, block):
 def setup(app):
     """Called by Sphinx."""
     app.connect("autodoc-skip-member", _skip_named_tuple_fields)
+    app.connect("autodoc-process-docstring", _options, priority=400)  # before napoleon's, which reads the list
     app.connect("autodoc-process-signature", _constructor_signature)
     app.add_html_math_renderer(
         "mathml",

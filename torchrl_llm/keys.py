@@ -161,10 +161,14 @@ TURN_REWARD, TURN_TERMINATED, TURN_TRUNCATED, TURN_SUCCESS, TURN_STOP_REASON = (
 TURN_MASK = _row(("turn", "mask"), "turn", _BOOL, "sequence", "True on turns that were taken")
 for _name in (EPISODE_ID, GROUP_ID, ENV_ID, TASK_ID):
     _row(_name, "row", _INT, "sequence", TURN_VIEW[_name].meaning)
-TREE_ID = _row("tree_id", "row", _INT, "collector", "the episode that the row is, or was continued from; optional", -1)
-BRANCH_TURN = _row(
-    "branch_turn", "row", _INT, "collector", "the turn from which the rows of a tree differ; -1: it did not branch", -1
+TURN_UNIT = _row(
+    ("turn", "unit"), "turn", _INT, "collector", "equal for rows that count as one at a turn; optional", -1
 )
+"""Rows that depend on one action are a unit at its turn, and none is compared with another.
+
+A number stands for the same rows in every column, and rows that have come apart stay apart. In the
+first column it is the id of one of the unit's episodes, which stands for all of them.
+"""
 ROW_WEIGHT = _row("row_weight", "row", _FLOAT, "collector", "how much the row counts in the loss; optional: 1")
 STATE_VALUE = _row("state_value", "token", _FLOAT, "critic", "index i: value of the prefix before token i")
 BOOTSTRAP_VALUE = _row("bootstrap_value", "row", _FLOAT, "critic", "value of the whole row")
@@ -236,40 +240,6 @@ def row_key(name: NestedKey) -> NestedKey:
         (('turn', 'reward'), ('turn', 'extra', 'regret'))
     """
     return TURN, *((name,) if isinstance(name, str) else name)
-
-
-def extra_of(rows: TensorDictBase, name: str, kind: type, *, option: str, instead: str) -> Tensor:
-    """The extra ``name`` of rows ``[B]``, which its environment declares as ``kind``: ``[B, T]``.
-
-    Args:
-        rows: ``[B]``.
-        name: of the extra.
-        kind: ``float`` or ``str``.
-        option: which asks for it, for the errors.
-        instead: what to do without one, for the errors.
-
-    Raises:
-        KeyError: the rows have no extra of that name.
-        TypeError: the extra is of the other kind.
-    """
-    extras = turn_extras(rows)
-    if name not in extras:
-        raise KeyError(
-            f"{option} names {name!r}, which is not an extra of these rows, which have {sorted(extras)}: {instead}."
-        )
-    if extras[name].is_floating_point() is not (kind is float):
-        given, wanted = ("text", "number") if kind is float else ("number", "text")
-        raise TypeError(
-            f"{option}: {name!r} is a {given}; expected one that is declared as a {wanted} ({kind.__name__})."
-        )
-    return extras[name]
-
-
-def known_entries(rows: TensorDictBase) -> dict[NestedKey, Tensor]:
-    """The entries of rows that are declared: those of :data:`ROW_VIEW`, and all columns of their
-    turns."""
-    names = [*ROW_VIEW, *map(row_key, declared_columns(rows.get(TURN, None)))]
-    return {name: value for name in names if (value := rows.get(name, None)) is not None}
 
 
 def declare_row_key(spec: KeySpec) -> None:

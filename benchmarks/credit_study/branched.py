@@ -10,6 +10,7 @@ from torch import Tensor
 
 from credit_study.continuations import Continuations
 from credit_study.gradients import PLAIN, credit_of, summary, token_scores
+from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer
 from torchrl_llm.objectives import GroupRelative, LLMGRPOLoss
@@ -44,8 +45,8 @@ def group_rows(rows: TensorDict, index: Tensor, turn: Tensor | None) -> TensorDi
     number, size = torch.arange(index.numel()), index.shape[1]
     batch[keys.GROUP_ID] = number // ROWS
     if turn is not None:
-        batch[keys.TREE_ID] = number // size
-        batch[keys.BRANCH_TURN] = turn.repeat_interleave(size)
+        root, apart_from = number - number % size, turn.repeat_interleave(size)
+        batch[keys.TURN_UNIT] = F.tree_units(number, root, apart_from, batch[keys.TURN_MASK].shape[1])
         batch[keys.ROW_WEIGHT] = torch.full(number.shape, 1 / size)
     return batch
 

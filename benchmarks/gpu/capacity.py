@@ -18,7 +18,6 @@ from typing import Any
 
 from benchmarks.gpu.arithmetic import PEAKS, token_operations
 from benchmarks.gpu.fits import CARDS, Case, asleep, estimate, fits, shaped
-from torchrl_llm.runs.engines import engine_share
 from torchrl_llm.runs.memory import engine_context, engine_contexts, engine_weights, memory_estimate
 from torchrl_llm.testing.simulation import Costs, simulate, uniform_lengths
 
@@ -220,7 +219,8 @@ def layout(
     gpu: GPU = H100,
 ) -> Layout:
     """The division of the GPUs with the shortest iteration."""
-    alone = engine_share(model.config.replace(collector="ray"), None)
+    on_ray = model.config.replace(collector="ray")
+    alone = on_ray.engine.share(on_ray, None)
     fit = model.contexts(_SLEEPING if gpus == 1 else alone, gpu.card, tensor_parallel)
     choices = [
         # While an update runs, so many batches are in flight as they may be old, and one where

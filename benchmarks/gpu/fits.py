@@ -14,7 +14,6 @@ import torch
 
 from benchmarks.gpu.place import SHAPES
 from torchrl_llm.runs import RunSettings
-from torchrl_llm.runs.engines import engine_share
 from torchrl_llm.runs.memory import OF_UPDATES, TAKEN, default_max_tokens, empty_model, engine_contexts, memory_estimate
 
 CARDS = {"24 GB": 23.5, "80 GB": 79.1, "8 of 80 GB": 79.1}
@@ -89,7 +88,7 @@ def estimate(case: Case) -> Estimate:
     """What a case takes on each card."""
     total, cuda = CARDS[case.card], torch.device("cuda")
     config, model = shaped(case.model, **case.settings)
-    engine = 0.0 if config.collector == "ray" else total * engine_share(config, cuda)
+    engine = 0.0 if config.collector == "ray" else total * config.engine.share(config, cuda)
     beside = 0.0 if config.engine.sleeps else engine
     there: dict[str, Any] = {"shards": case.shards, "device": cuda}
     tokens = config.trainer.max_tokens or default_max_tokens(config, model, **there, card=int(total * 2**30))

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from scripted_episodes import make_env
+from torch import Tensor
 from torchrl.envs import RewardScaling, TransformedEnv
 
 from torchrl_llm import keys
@@ -63,6 +64,17 @@ def make(tokenizer):
     return make
 
 
+def roots(rows) -> Tensor:
+    """The id of the first episode of each row's tree."""
+    return rows[keys.TURN_UNIT][:, 0]
+
+
+def branch_turns(rows) -> Tensor:
+    """The turn from which the rows of each row's tree differ; -1: it did not branch."""
+    apart = rows[keys.TURN_UNIT] != roots(rows).unsqueeze(1)
+    return torch.where(apart.any(1), apart.int().argmax(1), -1)
+
+
 def said(tokenizer, episode) -> str:
     return "".join(tokenizer.decode(turn.tokens)[0] for turn in episode.turns)
 
@@ -76,14 +88,14 @@ class TestRows:
         assert len(set(rows[keys.EPISODE_ID].tolist())) == 24
         # The order that the ranks of a run agree on, so that the same rows share a step however
         # many they are.
-        order = [*zip(rows[keys.TREE_ID].tolist(), rows[keys.EPISODE_ID].tolist(), strict=True)]
+        order = [*zip(roots(rows).tolist(), rows[keys.EPISODE_ID].tolist(), strict=True)]
         assert order == sorted(order)
         branched = 0
         for first in range(0, 24, 3):
             tree, root = collector.episodes[first : first + 3], collector.episodes[first]
-            turn = int(rows[keys.BRANCH_TURN][first])
-            assert rows[keys.TREE_ID][first : first + 3].tolist() == [root.episode_id] * 3
-            assert rows[keys.BRANCH_TURN][first : first + 3].tolist() == [turn] * 3
+            turn = int(branch_turns(rows)[first])
+            assert roots(rows)[first : first + 3].tolist() == [root.episode_id] * 3
+            assert branch_turns(rows)[first : first + 3].tolist() == [turn] * 3
             share = 1.0 if turn < 0 else 1 / 3
             assert rows[keys.ROW_WEIGHT][first : first + 3].tolist() == pytest.approx([share] * 3)
             begun = max(turn, 0)
@@ -99,7 +111,7 @@ class TestRows:
         for script in ("aaaa", "aaaa", "abbb", "cccc"):
             collector = make(script=lambda _, turn, __, script=script: script[turn])
             rows = collector.rollout()
-            for tree, turn in zip(rows[keys.TREE_ID].tolist(), rows[keys.BRANCH_TURN].tolist(), strict=True):
+            for tree, turn in zip(roots(rows).tolist(), branch_turns(rows).tolist(), strict=True):
                 turns.setdefault(tree, set()).add(turn)
         # The short ones had ended; all others branched before the same turn.
         assert all(len(each - {-1}) == 1 for each in turns.values())
@@ -125,7 +137,7 @@ class TestRows:
     def test_turns_that_are_sampled_once_are_counted(self, make):
         collector = make()
         rows = collector.rollout()
-        turn = rows[keys.BRANCH_TURN].clamp_min(0).view(-1, 3)[:, 0]
+        turn = branch_turns(rows).clamp_min(0).view(-1, 3)[:, 0]
         assert collector.metrics()["data/replayed_turns"] == float(2 * turn.sum())
         other = make()
         other.load_state_dict(collector.state_dict())
@@ -182,19 +194,19 @@ class TestRefused:
     def test_estimators(self, make):
         rows = make().rollout()
         ReBN()(rows.clone())
-        with pytest.raises(ValueError, match="TurnVine does not know that some begin with the same"):
+        with pytest.raises(ValueError, match="such as those of a tree, and TurnVine does not know which"):
             TurnVine()(rows.clone())
-        with pytest.raises(ValueError, match='baseline="mean" is biased with rows of trees'):
+        with pytest.raises(ValueError, match='baseline="mean" is biased where rows count as one'):
             GroupRelative(scale="none")(rows.clone())
 
         class Louder(ReBN):
             pass
 
-        with pytest.raises(ValueError, match="an estimator of your own that compares no rows says takes_trees = True"):
+        with pytest.raises(ValueError, match=r"an estimator of your own .* says respects_units = True"):
             Louder()(rows.clone())
         single = make(group_size=1).rollout()
         for credit in ("episode", "turn", "state"):
-            with pytest.raises(ValueError, match="A group is a single tree"):
+            with pytest.raises(ValueError, match="A group is one unit, such as a single tree"):
                 GroupRelative(credit=credit, baseline="leave_one_out", scale="none")(single.clone())
 
 
@@ -210,7 +222,7 @@ class TestCredit:
         out = GroupRelative(credit=credit, baseline="leave_one_out", scale="none", **options)(rows.clone())
         reward, mask = rows[keys.TURN_REWARD], rows[keys.TURN_MASK]
         to_go = (reward * mask).flip(1).cumsum(1).flip(1)
-        tree, group, turns = (rows[key].tolist() for key in (keys.TREE_ID, keys.GROUP_ID, keys.BRANCH_TURN))
+        tree, group, turns = (each.tolist() for each in (roots(rows), rows[keys.GROUP_ID], branch_turns(rows)))
         ids, tokens = rows[keys.TURN_IDS].tolist(), rows[keys.TOKENS].tolist()
 
         def state(i: int, k: int) -> list[int]:
@@ -274,7 +286,7 @@ class TestMetrics:
         assert won.float().mean() > 0.62  # 0.69 of them
         rows[keys.ADVANTAGE] = rows[keys.SAMPLE_LOG_PROB]
         figures = rollout_metrics(rows, ["one", "other"]) | credit_metrics(rows)
-        first = won[rows[keys.TREE_ID] == rows[keys.EPISODE_ID]].float().mean().item()
+        first = won[roots(rows) == rows[keys.EPISODE_ID]].float().mean().item()
         for name, expected in (
             ("rollout/reward", 0.5),
             ("rollout/success", 0.5),
@@ -283,7 +295,7 @@ class TestMetrics:
         ):
             assert figures[name] == pytest.approx(expected, abs=0.06)
         assert abs(first - 0.5) < 0.06
-        turn = rows[keys.BRANCH_TURN].view(-1, 4)[:, 0]
+        turn = branch_turns(rows).view(-1, 4)[:, 0]
         assert figures["credit/branched"] == pytest.approx((turn > 0).float().mean().item())
         assert 0.4 < figures["credit/branched"] < 0.6
         # A letter is one token and the end of the turn another.
@@ -293,7 +305,7 @@ class TestMetrics:
     def test_a_mixture_learns_from_first_episodes(self, collector):
         rows = collector.rollout()
         adapt_mixture(collector.env, rows)
-        first = rows[rows[keys.TREE_ID] == rows[keys.EPISODE_ID]]
+        first = rows[roots(rows) == rows[keys.EPISODE_ID]]
         won = (first[keys.TURN_SUCCESS] & first[keys.TURN_MASK]).any(1)
         again = replace(collector.env.task_sampler, success=None).learn(first[keys.ENV_ID].tolist(), won.tolist())
         assert collector.env.task_sampler.success == again.success

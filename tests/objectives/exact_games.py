@@ -276,9 +276,9 @@ def gradient_of_trees(
     branched = torch.tensor([[one[2]] * 2 + [other[2]] * 2 for one, other in ways])
     batch = rows.exclude(keys.EPISODE_ID)[index.flatten()].clone()
     batch[keys.GROUP_ID] = torch.arange(len(ways)).repeat_interleave(4)
-    batch[keys.TREE_ID] = torch.arange(2 * len(ways)).repeat_interleave(2)
-    at = torch.tensor([turns[0]] * 2 + [turns[1]] * 2)
-    batch[keys.BRANCH_TURN] = torch.where(branched, at, -1).flatten()
+    number, at = torch.arange(index.numel()), torch.tensor([turns[0]] * 2 + [turns[1]] * 2)
+    apart_from = torch.where(branched, at, -1).flatten()
+    batch[keys.TURN_UNIT] = F.tree_units(number, number - number % 2, apart_from, batch[keys.TURN_MASK].shape[1])
     batch[keys.ROW_WEIGHT] = torch.where(branched, 0.5, 1.0).flatten()
     batch = write_loss_weights(policy_loss.value_estimator(batch.exclude(*forgotten)), policy_loss)
     # Each group by itself is the batch.

@@ -191,9 +191,9 @@ class TestHolds:
     @pytest.mark.parametrize(
         ("name", "forgotten"),
         [
-            ("state", (keys.TREE_ID,)),
-            ("turn", (keys.TREE_ID,)),
-            ("episode", (keys.TREE_ID,)),
+            ("state", (keys.TURN_UNIT,)),
+            ("turn", (keys.TURN_UNIT,)),
+            ("episode", (keys.TURN_UNIT,)),
             ("reinforce", (keys.ROW_WEIGHT,)),
         ],
     )

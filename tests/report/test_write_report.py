@@ -199,7 +199,8 @@ class TestPage:
     def test_where_episodes_were_continued(self, tmp_path):
         rows = made_rows(3, 3, 24)
         rows[keys.EPISODE_ID] = torch.tensor([7, 2**61 + 5, 8])
-        rows[keys.TREE_ID], rows[keys.BRANCH_TURN] = torch.tensor([7, 7, 8]), torch.tensor([1, 1, -1])
+        root, apart_from = torch.tensor([7, 7, 8]), torch.tensor([1, 1, -1])
+        rows[keys.TURN_UNIT] = F.tree_units(rows[keys.EPISODE_ID], root, apart_from, 3)
         write_rows(tmp_path, rows)
         index = index_of(write_report(tmp_path).read_text())
         told = {episode["name"]: episode["tree"] for group in index["groups"] for episode in group["episodes"]}

@@ -20,8 +20,9 @@ from waiting import wait_until
 
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import TurnPolicy
+from torchrl_llm.modules.vllm import settings as of_vllm
 from torchrl_llm.objectives import ImitationWeights, LLMReinforceLoss, ReBN
-from torchrl_llm.runs import RunSettings, build, build_run, engines
+from torchrl_llm.runs import RunSettings, build, build_run
 from torchrl_llm.runs import trackers as loggers
 from torchrl_llm.runs.device import make_accelerator
 from torchrl_llm.runs.recording import read_recording
@@ -258,7 +259,7 @@ def hanging(config: RunSettings, env: Any) -> dict[str, Any]:
 
 def made(config: RunSettings, env: Any) -> Any:
     """The engine of a worker."""
-    made = engines.make_engine(config, load_tiny_tokenizer(), config.sampling, device=None)
+    made = build._worker_policy(config, load_tiny_tokenizer(), config.sampling, None)
     return (type(made).__name__, vars(made).get("turns"))
 
 
@@ -333,12 +334,12 @@ def engine(config: RunSettings, env: Any) -> Any:
     Recorder.calls = []
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
-            patch.setattr(engines if name == "VLLMPolicy" else build, name, type(name, (Recorder,), {}))
+            patch.setattr(of_vllm if name == "VLLMPolicy" else build, name, type(name, (Recorder,), {}))
         tokenizer = load_tiny_tokenizer()
         sampling = config.sampling
         models = build.load_models(config, tokenizer, sampling, device="cpu")
         distributed = build.Distributed.of(accelerator := make_accelerator(config))
-        started = engines.start_engine(config, tokenizer, sampling, distributed, accelerator.device)
+        started = build.start_engine(config, tokenizer, sampling, distributed, accelerator.device)
         policy, sync = build.make_policy(config, tokenizer, sampling, models, started)
         worker = build._worker_policy(config, tokenizer, sampling, None) if config.policy == "vllm" else None
         if config.collector == "ray":
@@ -346,7 +347,7 @@ def engine(config: RunSettings, env: Any) -> Any:
             workers = build.worker_options(config, None, tokenizer, sync)
             buffer, estimator = build.make_replay_buffer(config), build.make_objective(config, models).value_estimator
             build.make_collector(config, game, policy, buffer, distributed, estimator, **workers)
-    offload = build.make_offload(config, models).__name__
+    offload = config.engine.offload(models).__name__
     return {"calls": Recorder.calls, "offload": offload, "plays": (type(policy).__name__, type(worker).__name__)}
 
 

@@ -10,8 +10,9 @@ import torch
 from small_runs import small_config
 from test_sleep import Sleeper
 
+from torchrl_llm.modules.vllm import settings as of_vllm
 from torchrl_llm.modules.vllm import start
-from torchrl_llm.runs import ConfigError, RunSettings, build, build_run, engines, settled
+from torchrl_llm.runs import ConfigError, RunSettings, build, build_run, settled
 from torchrl_llm.runs.identity import config_changes
 from torchrl_llm.runs.memory import trainer_memory
 from torchrl_llm.testing.pretended_gpu import pretended_gpu
@@ -41,7 +42,8 @@ class TestShare:
     )
     def test_leaves_room_for_whoever_else_is_there(self, device, settings, expected):
         place = None if device is None else torch.device(device)
-        assert engines.engine_share(config_of(**settings), place) == pytest.approx(expected)
+        config = config_of(**settings)
+        assert config.engine.share(config, place) == pytest.approx(expected)
 
     @pytest.mark.parametrize(
         ("settings", "trainers"), [({}, 0.6), ({"sleep_mode": True}, 1.0), ({"weight_sync": "nccl"}, 1.0)]
@@ -62,7 +64,8 @@ class TestShare:
     def test_adapters_are_served_on_a_gpu_in_half_precision(self, settings, served):
         """vLLM 0.32 fails an assertion in its kernels otherwise."""
         with pretended_gpu():
-            assert engines.serves_adapter(config_of(lora_r=8, **settings)) is served
+            config = config_of(lora_r=8, **settings)
+            assert config.engine.serves_adapter(config) is served
 
     def test_more_than_is_free_is_refused_with_the_share_that_would_do(self, monkeypatch):
         free, emptied = {0: 70, 1: 35}, []
@@ -93,14 +96,14 @@ class TestGPUs:
     )
     def test_each_process_has_its_engine_on_its_own(self, device, settings, expected):
         place = None if device is None else torch.device(device)
-        assert engines.engine_gpus(config_of(**settings), place) == expected
+        assert config_of(**settings).engine.gpus(place) == expected
 
     def test_the_engine_is_started_there_with_its_share(self, monkeypatch):
         given = []
-        monkeypatch.setattr(engines, "VLLMPolicy", lambda *_, **options: given.append(options))
-        engines.start_engine(config_of(model_path="tiny"), None, None, TWO, torch.device("cuda", 1))
-        engines.start_engine(config_of(model_path="tiny", weight_sync="nccl"), None, None, TWO, torch.device("cuda", 1))
-        engines.start_engine(config_of(model_path="tiny", weight_sync="ipc"), None, None, TWO, torch.device("cuda", 1))
+        monkeypatch.setattr(of_vllm, "VLLMPolicy", lambda *_, **options: given.append(options))
+        build.start_engine(config_of(model_path="tiny"), None, None, TWO, torch.device("cuda", 1))
+        build.start_engine(config_of(model_path="tiny", weight_sync="nccl"), None, None, TWO, torch.device("cuda", 1))
+        build.start_engine(config_of(model_path="tiny", weight_sync="ipc"), None, None, TWO, torch.device("cuda", 1))
         names = ("device_ids", "gpu_memory_utilization", "weight_transfer", "multiprocess")
         assert [[each[name] for name in names] for each in given] == [
             [[1], 0.4, None, False],
@@ -110,11 +113,11 @@ class TestGPUs:
 
     def test_engines_of_several_processes_on_several_gpus_are_refused(self):
         with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2.*2 training processes.*expected 1"):
-            engines.start_engine(config_of(tensor_parallel_size=2), None, None, TWO, torch.device("cuda", 1))
+            build.start_engine(config_of(tensor_parallel_size=2), None, None, TWO, torch.device("cuda", 1))
 
     @pytest.mark.parametrize("settings", [{"policy": "hf"}, {"policy": "vllm", "collector": "ray"}])
     def test_nothing_starts_where_the_policy_is_elsewhere(self, settings):
-        assert engines.start_engine(RunSettings.from_values(**settings), None, None, ONE, torch.device("cpu")) is None
+        assert build.start_engine(RunSettings.from_values(**settings), None, None, ONE, torch.device("cpu")) is None
 
 
 class TestSlots:
@@ -158,7 +161,7 @@ def test_the_engine_starts_before_the_model_is_loaded_and_sleeps_meanwhile(tmp_p
         asleep.append([engine.asleep for engine in made])
         return load(*args, **options)
 
-    monkeypatch.setattr(engines, "VLLMPolicy", make)
+    monkeypatch.setattr(of_vllm, "VLLMPolicy", make)
     monkeypatch.setattr(build, "load_models", loaded)
     run = build_run(small_config(tmp_path, policy="vllm", sleep_mode=True))
     run.close()

@@ -153,7 +153,7 @@ def test_a_kl_without_a_reference_is_refused_before_the_first_rollout(tmp_path, 
 class LeaveOneOut(GroupRelative):
     """With other defaults than its base has."""
 
-    takes_trees = True
+    respects_units = True
     baseline: str = "leave_one_out"
     scale: str = "none"
 

@@ -3,7 +3,11 @@ in each."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -168,3 +172,48 @@ class TestThirdEngine:
         models = make_models(tiny_model_path())
         with pytest.raises(ValueError, match=r"method='reload': expected 'auto' or one of \('adapter', 'whole'\)"):
             EngineWeightSync(models.model, models.adapter, policy=make_engine(), method="reload")
+
+
+HERE = Path(__file__).parent
+
+EDITS = {
+    "runs/config.py": {
+        "from torchrl_llm import objectives\n": "from third_settings import ThirdSettings\nfrom torchrl_llm import objectives\n",
+        "engine: HFSettings | VLLMSettings | CustomSettings": "engine: HFSettings | VLLMSettings | CustomSettings | ThirdSettings",
+    },
+    "runs/__init__.py": {
+        "from torchrl_llm.modules import": "from third_settings import ThirdSettings\nfrom torchrl_llm.modules import",
+    },
+}
+"""The existing files of the package that settings of an engine edit: the union of the engines, and
+what exports them."""
+
+
+def test_with_settings_of_its_own_it_edits_two_files(tmp_path):
+    """A copy of the package is edited, and another process runs with it."""
+    package = shutil.copytree(HERE.parents[1] / "torchrl_llm", tmp_path / "torchrl_llm")
+    for path, lines in EDITS.items():
+        text = (package / path).read_text()
+        assert all(text.count(line) == 1 for line in lines)
+        for line, edited in lines.items():
+            text = text.replace(line, edited)
+        (package / path).write_text(text)
+    settings = {**RUN, "policy": "third", "output_dir": str(tmp_path / "run")}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE)])}
+    command = [sys.executable, HERE / "third_run.py", json.dumps(settings)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert Path(seen["package"]) == package
+    assert seen["versions"] == [1, 2]
+    assert seen["policy"] == "ThirdEngine"
+    assert max(seen["gaps"]) < 1e-5
+    assert seen["saved"] == "ThirdSettings(third_kind='ThirdEngine')"
+    assert seen["described"]["enum"] == ["ThirdEngine", "Deaf"]
+    assert seen["refused"] == "a third engine plays alone."
+    assert seen["free"] == 2**30 - 2**18
+    assert seen["findings"]["engine"] == "a third engine samples, in this process"
+    assert seen["findings"]["no-such-package"].startswith("not installed; the settings need it")
+    assert seen["findings"]["third_kind"] == "it is a ThirdEngine"
+    assert "take more GPUs (third_gpus)" in seen["findings"]["engine's memory"]
+    assert "third_share=0.00024" in seen["findings"]["engine's memory"]

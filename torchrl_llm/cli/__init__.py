@@ -139,7 +139,7 @@ def _run(name: str, given: Sequence[str]) -> int:
 
 def _add_arguments(parser: ArgumentParser, module: Any) -> None:
     module.add_arguments(parser)
-    parser.add_argument("--traceback", action="store_true", default=False, help="show the whole traceback of an error")
+    parser.add_switch("--traceback", "show the whole traceback of an error")
 
 
 def _exit_code(error: Exception) -> int | None:

@@ -27,17 +27,14 @@ from torchrl_llm.runs.memory import (
     OF_UPDATES,
     default_max_tokens,
     empty_model,
-    engine_memory,
     engine_weights,
     memory_estimate,
     trainer_memory,
     what_to_lower,
 )
-from torchrl_llm.runs.settings import CustomSettings
 from torchrl_llm.runs.sources import check_length, load_tokenizer
 from torchrl_llm.runs.teacher import check_teacher
 from torchrl_llm.utils.host import host_memory
-from torchrl_llm.utils.named import find_named
 from torchrl_llm.utils.options import brief
 
 _T = TypeVar("_T")
@@ -91,22 +88,12 @@ def _tried(name: str, make: Callable[[], _T], describe: Callable[[_T], str]) -> 
 
 
 def _engine(config: RunSettings) -> Iterator[Finding]:
-    where = {
-        "turn": "in this process",
-        "async": "in this process, without a barrier",
-        "ray": "on workers of Ray",
-        "self_play": "in this process, for all seats of a game",
-    }
-    engine = {"hf": "transformers (HFPolicy)", "vllm": "a vLLM engine", "custom": "an engine of your own"}
-    yield Finding("engine", "ok", f"{engine[config.policy]} samples, {where[config.collector]}")
-    needed = {"vllm": config.policy == "vllm", "ray": config.collector == "ray"}
-    needed |= {"wandb": config.output.wandb, "tensorboard": config.output.tensorboard}
-    for package, needs in needed.items():
-        if needs:
-            yield check_extra(package, package)
-    if isinstance(config.engine, CustomSettings):
-        name = str(config.engine.engine_class)
-        yield _tried("engine_class", lambda: find_named("engine_class", name, "a TurnPolicy"), lambda _: name)[1]
+    yield Finding("engine", "ok", f"{config.engine.description} samples, {config.rollouts.place}")
+    asked = {"ray": config.collector == "ray", "wandb": config.output.wandb, "tensorboard": config.output.tensorboard}
+    for package in (*config.engine.requires, *(name for name, given in asked.items() if given)):
+        yield check_extra(package, package)
+    for name, check in config.engine.checks():
+        yield _tried(name, check, str)[1]
     if config.output.callbacks:
         yield _tried("callbacks", lambda: build.make_callbacks(config), lambda made: ", ".join(made))[1]
     if config.model.quantization is not None:
@@ -237,7 +224,7 @@ def _memory(config: RunSettings, model: Any, device: torch.device | None) -> Ite
     said = f"about {_size(total)} of {_size(there)} (an estimate, at most; docs/memory.md says what lowers it)"
     # A bound from above may be reached by no run.
     yield Finding("memory", "ok", said) if advice is None else Finding("memory", "note", f"{said}: {advice}")
-    if (share := engine_memory(config, device)) > 0:
+    if (share := config.engine.memory(config, device)) > 0:
         kept = sum(size for name, size in parts.items() if name not in OF_UPDATES)
         yield from _beside(config, share, engine_weights(config, model), kept, device)
 
@@ -246,17 +233,13 @@ def _beside(config: RunSettings, share: int, weights: int, kept: int, device: to
     """Whether an engine on the trainer's GPU holds its model, and fits beside what the trainer
     keeps while it is awake."""
     total = torch.cuda.mem_get_info(device)[1]
-    said = f"its share, gpu_memory_utilization={share / total:.2g}, is {_size(share)}, and its weights take {_size(weights)}"
-    yield (
-        Finding("engine's memory", "ok", said)
-        if weights < share
-        else Finding(
-            "engine's memory", "fails", f"{said}: raise it, or take more GPUs (tensor_parallel_size) or a smaller model"
-        )
-    )
+    part, gpus = config.engine.memory_settings
+    said = f"its share, {part}={share / total:.2g}, is {_size(share)}, and its weights take {_size(weights)}"
+    instead = f": raise it, or take more GPUs ({gpus}) or a smaller model" if weights >= share else ""
+    yield Finding("engine's memory", "fails" if instead else "ok", said + instead)
     awake = f"the engine awake beside what the trainer keeps: about {_size(share + kept)} of {_size(total)}"
     over = share + kept > total
-    yield Finding("weight sync", "note" if over else "ok", awake + (": lower gpu_memory_utilization" if over else ""))
+    yield Finding("weight sync", "note" if over else "ok", awake + (f": lower {part}" if over else ""))
 
 
 def _tokens(config: RunSettings, model: Any, device: torch.device) -> int:

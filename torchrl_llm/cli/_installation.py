@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Literal, NamedTuple
 
@@ -49,9 +50,8 @@ def check_requirements(declared: Iterable[str]) -> Iterator[Finding]:
         if name is None:
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 yield _required(requirement)
-        elif (
-            name not in _OF_DEVELOPMENT and requirement.name != _DISTRIBUTION
-        ):  # an extra of other extras has no packages
+        # an extra of other extras has no packages
+        elif name not in _OF_DEVELOPMENT and requirement.name != _DISTRIBUTION:
             extras.setdefault(name, []).extend(_lacking(requirement))
     for name, missing in extras.items():
         how = f"not installed ({', '.join(missing)}): pip install '{_DISTRIBUTION}[{name}]'"
@@ -59,10 +59,8 @@ def check_requirements(declared: Iterable[str]) -> Iterator[Finding]:
 
 
 def _required(requirement: Requirement) -> Finding:
-    wanted = str(requirement.specifier) or "any version"
-    try:
-        found = version(requirement.name)
-    except PackageNotFoundError:
+    wanted, found = str(requirement.specifier) or "any version", _version(requirement.name)
+    if found is None:
         return Finding(requirement.name, "fails", f"not installed; required: {wanted}")
     fits = requirement.specifier.contains(found, prereleases=True)
     return Finding(requirement.name, "ok" if fits else "fails", f"{found}; required: {wanted}")
@@ -72,10 +70,14 @@ def _lacking(requirement: Requirement) -> list[str]:
     """What an extra lacks: the package, with the version that is there if it does not fit."""
     if _required(requirement).state == "ok":
         return []
-    try:
-        return [f"{requirement.name}{requirement.specifier}, found {version(requirement.name)}"]
-    except PackageNotFoundError:
-        return [requirement.name]
+    found = _version(requirement.name)
+    return [f"{requirement.name}{requirement.specifier}, found {found}" if found else requirement.name]
+
+
+def _version(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
 
 
 def _extra(requirement: Requirement) -> str | None:
@@ -86,9 +88,8 @@ def _extra(requirement: Requirement) -> str | None:
 
 def check_extra(name: str, package: str, *, needed: bool = True) -> Finding:
     """Whether a package of an extra is installed that settings need, or would use."""
-    try:
-        return Finding(package, "ok", version(package))
-    except PackageNotFoundError:
-        why = "the settings need it" if needed else "a run does without it"
-        how = f"not installed; {why}: pip install '{_DISTRIBUTION}[{name}]'"
-        return Finding(package, "fails" if needed else "note", how)
+    if found := _version(package):
+        return Finding(package, "ok", found)
+    why = "the settings need it" if needed else "a run does without it"
+    how = f"not installed; {why}: pip install '{_DISTRIBUTION}[{name}]'"
+    return Finding(package, "fails" if needed else "note", how)

@@ -28,7 +28,7 @@ _RESPONSE = 512
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the checkpoint and the settings of a conversation."""
-    parser.add_argument("--greedy", action="store_true", default=False, help="take the likeliest token")
+    parser.add_switch("--greedy", "take the likeliest token")
     add_checkpoint(parser, OF_THE_MODEL)
 
 

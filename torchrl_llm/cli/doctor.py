@@ -23,7 +23,7 @@ from torchrl_llm.utils.terminal import say
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the settings."""
-    parser.add_argument("--json", action="store_true", default=False, help="print the findings as JSON")
+    parser.add_switch("--json", "print the findings as JSON")
     settings = _imported("torchrl_llm.runs.flags")
     if isinstance(settings, ModuleType):
         parser.usage, parser.noun = settings.USAGE, "setting"

@@ -30,8 +30,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--episodes", type=int, metavar="N", help="episodes to collect (default: the run's final_episodes, or 512)"
     )
-    parser.add_argument("--greedy", action="store_true", default=False, help="take the likeliest token; each task once")
-    parser.add_argument("--json", action="store_true", default=False, help="print the result as JSON")
+    parser.add_switch("--greedy", "take the likeliest token; each task once")
+    parser.add_switch("--json", "print the result as JSON")
     add_checkpoint(parser)
 
 
@@ -54,15 +54,12 @@ def run(arguments: Namespace) -> int:
         result = evaluate(env, loaded.policy, episodes, greedy=arguments.greedy, opponent=opponent, seen_tasks=seen)
     finally:
         env.close()
-    names = {
-        "checkpoint": arguments.checkpoint,
-        "env_name": loaded.config.env.env_name,
-        "seed": loaded.config.trainer.seed,
-    }
+    env_name, seed = loaded.config.env.env_name, loaded.config.trainer.seed
     if arguments.json:
+        names = {"checkpoint": arguments.checkpoint, "env_name": env_name, "seed": seed}
         say(json.dumps({**names, "greedy": arguments.greedy, **result.statistics()}, indent=2))
         return 0
-    say(f"{arguments.checkpoint} on {loaded.config.env.env_name}, seed {loaded.config.trainer.seed}\n")
+    say(f"{arguments.checkpoint} on {env_name}, seed {seed}\n")
     say(comparison_table({"greedy" if arguments.greedy else "sampled": result}))
     for name, value in result.environments.items():
         say(f"{name}: {value:.3f}")

@@ -18,9 +18,7 @@ from torchrl_llm.utils.terminal import say
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the file."""
     parser.add_argument("file", type=Path, metavar="FILE", help="a YAML file of settings")
-    parser.add_argument(
-        "--in_place", action="store_true", default=False, help="write the translation into FILE, and print nothing"
-    )
+    parser.add_switch("--in_place", "write the translation into FILE, and print nothing")
 
 
 def run(arguments: Namespace) -> int:

@@ -46,8 +46,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--as", dest="role", choices=("model", "player", "environment"), default="model", help="who you are (default: model, which you watch)"
     )  # fmt: skip
     parser.add_argument("--episodes", type=int, metavar="N", help="episodes (default: 1)")
-    parser.add_argument("--greedy", action="store_true", default=False, help="take the likeliest token")
-    parser.add_argument("--json", action="store_true", default=False, help="print each episode as a line of JSON")
+    parser.add_switch("--greedy", "take the likeliest token")
+    parser.add_switch("--json", "print each episode as a line of JSON")
 
 
 def run(arguments: Namespace) -> int:

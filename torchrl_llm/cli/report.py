@@ -18,9 +18,7 @@ from torchrl_llm.utils.terminal import say
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the folder."""
     parser.add_argument("folder", metavar="RUN", type=Path, help="the folder of the run")
-    parser.add_argument(
-        "--full", action="store_true", default=False, help="write everything that was recorded into report.html"
-    )
+    parser.add_switch("--full", "write everything that was recorded into report.html")
 
 
 def run(arguments: Namespace) -> int:

@@ -29,10 +29,8 @@ from torchrl_llm.utils.terminal import say
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the settings, and what is printed."""
     parser.usage, parser.noun = USAGE, "setting"
-    parser.add_argument(
-        "--print_schema", action="store_true", default=False, help="print a JSON schema of the settings"
-    )
-    parser.add_argument("--json", action="store_true", default=False, help="print result.json, and all else to stderr")
+    parser.add_switch("--print_schema", "print a JSON schema of the settings")
+    parser.add_switch("--json", "print result.json, and all else to stderr")
     add_settings(parser)
 
 

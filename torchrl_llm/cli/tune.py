@@ -29,17 +29,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the settings of a search, and how it is run."""
     parser.usage, parser.noun = "%(prog)s [--config FILE] [--FIELD VALUE ...]", "setting"
     parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of the fields below")
-    parser.add_argument(
-        "--resume", action="store_true", default=False, help="continue the search in output_dir, or start it"
-    )
-    parser.add_argument(
-        "--trust",
-        action="store_true",
-        default=False,
-        help="output_dir is your own: with --resume Ray Tune reads pickles there, which can run any code",
+    parser.add_switch("--resume", "continue the search in output_dir, or start it")
+    parser.add_switch(
+        "--trust", "output_dir is your own: with --resume Ray Tune reads pickles there, which can run any code"
     )
     parser.add_argument("--address", help="of a Ray cluster, such as auto (default: a Ray on this machine)")
-    parser.add_argument("--json", action="store_true", default=False, help="print tuning.json, and all else to stderr")
+    parser.add_switch("--json", "print tuning.json, and all else to stderr")
     group, meaning = parser.add_argument_group("settings of the search"), meanings(TuningConfig)
     for name, option in options_of(TuningConfig).items():
         default = "" if name in ("base", "space") else f"; default: {option.default}"

@@ -26,7 +26,7 @@ from torchrl_llm.utils.options import ConfigError
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the settings, and what is printed."""
     parser.usage, parser.noun = USAGE, "setting"
-    parser.add_argument("--json", action="store_true", default=False, help="print result.json, and all else to stderr")
+    parser.add_switch("--json", "print result.json, and all else to stderr")
     add_settings(parser)
 
 

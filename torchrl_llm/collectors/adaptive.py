@@ -25,8 +25,8 @@ def adapt_mixture(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list]
 
     Args:
         env: collected the batch, also beneath transforms; its ``task_sampler`` is replaced.
-        batch: rows ``[B]`` that the collector delivered; of trees the first episode of each counts,
-            which is not a continuation.
+        batch: rows ``[B]`` that the collector delivered; of rows that count as one the first
+            counts, which is not a continuation.
         gather: concatenates the lists of several processes, such as ``Distributed.all_gather`` of
             the trainer, so that all of them update alike. Default: there is one process.
 
@@ -56,8 +56,8 @@ def adapt_mixture(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list]
         raise RuntimeError(
             f"adapt_mixture: {running} episodes are running, whose tasks would change. Collect with max_staleness=0."
         )
-    if (tree_id := batch.get(keys.TREE_ID, None)) is not None:
-        batch = batch[tree_id == batch[keys.EPISODE_ID]]
+    if (unit := batch.get(keys.TURN_UNIT, None)) is not None:
+        batch = batch[unit[:, 0] == batch[keys.EPISODE_ID]]
     won = (batch[keys.TURN_SUCCESS] & batch[keys.TURN_MASK]).any(-1)
     env_ids, won = gather(batch[keys.ENV_ID].tolist()), gather(won.tolist())
     base: Any = base_env(env)

@@ -79,7 +79,7 @@ class EpisodeCollector(Checked, BaseCollector):
         max_staleness: int = 0,
         keep_failed: bool = False,
         background: bool = False,
-        tree_size: int = 1,
+        rows_each: int = 1,
         # the subclasses that can do these have options of their names, and the others must not take
         # them
         /,
@@ -104,7 +104,7 @@ class EpisodeCollector(Checked, BaseCollector):
             )
         base = base_env(self.env)
         sampled_group = base.group_size if isinstance(base, GEMEnv) else 1
-        self.group_size = sampled_group * tree_size
+        self.group_size = sampled_group * rows_each
         self.env_names: tuple[str, ...] = base.names if isinstance(base, GEMEnv) else ()
         if batch_size < 1 or batch_size % self.group_size:
             raise ValueError(f"batch_size is {batch_size}; expected a multiple of the group size {self.group_size}.")
@@ -115,7 +115,7 @@ class EpisodeCollector(Checked, BaseCollector):
             share_stop_ids(base, policy)
         # requested_frames_per_batch is the name that TorchRL's statistics read.
         self.batch_size = self.requested_frames_per_batch = batch_size
-        self._num_wanted = batch_size // tree_size  # episodes that the queue is to deliver
+        self._num_wanted = batch_size // rows_each  # episodes that the queue is to deliver
         self.max_staleness, self.background = max_staleness, background
         self.total_frames, self.total_batches = total_frames, total_batches
         self.replay_buffer, self.postproc, self.exploration_type = replay_buffer, postproc, exploration_type

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
+from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.collectors.branching import branch
 from torchrl_llm.envs.env import GEMEnv
@@ -62,10 +64,8 @@ class Trees(Checked):
         return turn if turn < len(root.turns) else -1
 
 
-def grow(
-    env: GEMEnv, policy: TurnPolicy, roots: Sequence[Episode], trees: Trees, **options: Any
-) -> tuple[list[Episode], int]:
-    """The trees of ``roots``, and how many turns were sampled once and are in several rows.
+def grow(env: GEMEnv, policy: TurnPolicy, roots: Sequence[Episode], trees: Trees, **options: Any) -> list[Episode]:
+    """The trees of ``roots``.
 
     Args:
         env, policy: see :func:`~torchrl_llm.collectors.branch`.
@@ -82,25 +82,27 @@ def grow(
     """
     points = [(root, max(0, trees.turn(root))) for root in roots]
     found = branch(env, policy, points, count=trees.branches, **options)
-    for rest in found:
-        rest.sort(key=lambda each: each.episode_id)  # the order that several processes agree on
-    failed = {root.group_id for root, rest in zip(roots, found, strict=True) if len(rest) < trees.branches}
-    kept = [each for each in zip(points, found, strict=True) if each[0][0].group_id not in failed]
-    return [*chain.from_iterable([root, *rest] for (root, _), rest in kept)], sum(
-        t * len(rest) for (_, t), rest in kept
-    )
+    grown = [*zip(roots, found, strict=True)]
+    failed = {root.group_id for root, rest in grown if len(rest) < trees.branches}
+    # By their ids: the order that several processes agree on.
+    kept = ([root, *sorted(rest, key=attrgetter("episode_id"))] for root, rest in grown if root.group_id not in failed)
+    return [*chain.from_iterable(kept)]
 
 
-def mark_trees(rows: TensorDictBase, episodes: Sequence[Episode], trees: Trees) -> None:
-    """Write what tells the rows of trees from others: ``"tree_id"``, ``"branch_turn"`` and
-    ``"row_weight"`` ``[B]``.
+def mark_trees(rows: TensorDictBase, episodes: Sequence[Episode], trees: Trees) -> int:
+    """Write which rows of trees count as one, ``("turn", "unit")`` ``[B, T]``, and how much each
+    counts, ``"row_weight"`` ``[B]``.
 
     Args:
         rows: made of ``episodes``, ``[B]``.
         episodes: as :func:`grow` returns them.
         trees: how they branched.
+
+    Returns:
+        How many turns of the rows repeat one that was sampled once.
     """
     roots = [episodes[i - i % trees.size] for i in range(len(episodes))]
-    rows[keys.TREE_ID] = torch.tensor([root.episode_id for root in roots])
-    rows[keys.BRANCH_TURN] = turn = torch.tensor([trees.turn(root) for root in roots])
+    root_id, turn = torch.tensor([(root.episode_id, trees.turn(root)) for root in roots]).T
+    rows[keys.TURN_UNIT] = F.tree_units(rows[keys.EPISODE_ID], root_id, turn, rows[keys.TURN_MASK].shape[1])
     rows[keys.ROW_WEIGHT] = torch.where(turn >= 0, 1 / trees.size, 1.0)
+    return int(turn[:: trees.size].clamp_min(0).sum()) * trees.branches

@@ -66,8 +66,8 @@ class TurnCollector(EpisodeCollector):
             ``("turn", "sampled_value")`` ``[B, T]`` (:func:`~torchrl_llm.collectors.value_states`);
             for a GEMEnv and a TurnPolicy. Default none.
         trees: continue some of the episodes from the middle and deliver all that comes of it, rows
-            in which ``"tree_id"`` and ``"branch_turn"`` tell which begin alike, and
-            ``"row_weight"`` how much each counts (:class:`~torchrl_llm.collectors.Trees`); for a
+            with ``("turn", "unit")``, which of them count as one at each turn, and
+            ``"row_weight"``, how much each counts (:class:`~torchrl_llm.collectors.Trees`); for a
             GEMEnv and a TurnPolicy. ``batch_size`` counts all rows; a group has the rows of all its
             trees. Default none.
         policy_device: the policy reads its input on this device; default the environment's.
@@ -137,10 +137,9 @@ class TurnCollector(EpisodeCollector):
         while len(episodes) < self.batch_size:
             self._num_wanted = (self.batch_size - len(episodes)) // self.trees.size
             roots = super()._next_batch()
-            grown, replayed = grow(self.env, self.policy, roots, self.trees, greedy=self._greedy, max_faults=faults)
+            grown = grow(self.env, self.policy, roots, self.trees, greedy=self._greedy, max_faults=faults)
             self._count_dropped(roots, grown, faults)
             episodes += grown
-            self._played.update(replayed_turns=replayed)
         return episodes
 
     def _count_dropped(self, roots: list[Episode], grown: list[Episode], faults: FaultCounter) -> None:
@@ -155,7 +154,7 @@ class TurnCollector(EpisodeCollector):
     def _rows(self, episodes: list[Episode]) -> TensorDict:
         rows = super()._rows(episodes)
         if self.trees is not None:
-            mark_trees(rows, episodes, self.trees)
+            self._played.update(replayed_turns=mark_trees(rows, episodes, self.trees))
         if self.branches is not None:
             limit = self._queue.faults.max_faults
             found = value_states(self.env, self.policy, episodes, self.branches, greedy=self._greedy, max_faults=limit)

@@ -35,10 +35,11 @@ def minibatches(
         size: most rows of a batch, >= 1. Where it does not divide B, batches are of nearly equal
             size instead of one small remainder, whose step would count as much as the others.
         generator: of the permutation, on the CPU; ``None`` keeps the order.
-        process_group: the rows of all ranks are one batch, in the order of ``"episode_id"`` (of
-            trees of ``"tree_id"`` first), and ``size`` counts all of them: whatever the number of
-            ranks, the same rows share a step (if the generators are in the same state). Each rank
-            gets its own of these rows, in equally many batches, some of which may be empty.
+        process_group: the rows of all ranks are one batch, in the order of ``"episode_id"`` (where
+            rows count as one, of the unit of their first turn first), and ``size`` counts all of
+            them: whatever the number of ranks, the same rows share a step (if the generators are in
+            the same state). Each rank gets its own of these rows, in equally many batches, some of
+            which may be empty.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -82,8 +83,9 @@ def _places(batch: TensorDictBase, process_group: dist.ProcessGroup) -> Tensor:
     # As objects: ranks may have different numbers of rows, which all_gather() of tensors does not
     # take.
     episode = batch[keys.EPISODE_ID]
-    # A tree stands where its first episode was sampled: the ids of continuations are hashes.
-    own_ids = [*zip(batch.get(keys.TREE_ID, episode).tolist(), episode.tolist(), strict=True)]
+    # A unit stands where its first episode was sampled: the ids of continuations are hashes.
+    unit = batch.get(keys.TURN_UNIT, episode.unsqueeze(1))[:, 0]
+    own_ids = [*zip(unit.tolist(), episode.tolist(), strict=True)]
     dist.all_gather_object(ids, own_ids, group=process_group)
     rank = dist.get_rank(process_group)
     order = sorted((episode, owner, i) for owner, own in enumerate(ids) for i, episode in enumerate(own))

@@ -5,15 +5,11 @@ else.
 """
 
 from torchrl_llm.envs.answers import MissingThinkingError
-from torchrl_llm.envs.chat import (
-    CHATML,
-    ChatFormatter,
-    ControlTokenError,
-    compose_message,
-)
+from torchrl_llm.envs.chat import CHATML, ChatFormatter, ControlTokenError, compose_message
 from torchrl_llm.envs.columns import Extras, text_key
 from torchrl_llm.envs.dataset import PromptDatasetEnv, PromptFormatter, RowTaskSampler, read_rows, train_test_split
 from torchrl_llm.envs.env import GEMEnv
+from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.games import Game, GameSlots, SelfPlayEnv
 from torchrl_llm.envs.gem_catalog import GEM_CLASSES, MissingGEMError, divide_rows
@@ -29,7 +25,6 @@ from torchrl_llm.envs.template_properties import TemplateProperties
 from torchrl_llm.envs.text_env import (
     EnvironmentFault,
     EnvironmentUnavailableError,
-    EnvSpec,
     TextEnv,
     TextStep,
     UnknownEnvironmentError,

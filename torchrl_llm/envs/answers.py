@@ -8,7 +8,6 @@ and the rest is what the template itself writes for such a message.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Literal
 
 from torchrl_llm.envs.template_properties import TemplateProperties
@@ -52,6 +51,7 @@ class AnswerForm:
         self, render: Renderer | None, properties: TemplateProperties, missing_thinking: MissingThinking = "refuse"
     ) -> None:
         self._render, self._properties, self._missing = render, properties, missing_thinking
+        self._prompt = "" if render is None else render([_QUESTION])
 
     def __call__(self, text: str) -> str:
         """What follows the prompt.
@@ -100,39 +100,24 @@ class AnswerForm:
         if closing in said:
             return said
         if self._missing == "refuse" or thinks:
-            otherwise = (
-                "" if thinks else ', or set missing_thinking="empty", which closes the thought before such answers'
-            )
+            otherwise = ', or set missing_thinking="empty", which closes the thought before such answers' * (not thinks)
             raise MissingThinkingError(
                 f"The answer {text[:80]!r} lacks {closing!r}, and its prompt ends with the open thought {opens!r}: give its thought "
                 f"too, up to {closing!r}{otherwise}."
             )
-        return (self._properties.writes or self._empty) + (text.strip() if self._properties.trims_answers else text)
-
-    @cached_property
-    def _empty(self) -> str:
-        """What closes the prompt's thought at once, where the template does not show it."""
-        closing = self._properties.thinks[1]
-        return f"\n{closing}\n\n" if self._properties.opens.endswith("\n") else closing
+        # What closes the prompt's thought at once, also where the template does not show it.
+        closed = self._properties.writes or (f"\n{closing}\n\n" if opens.endswith("\n") else closing)
+        return closed + (text.strip() if self._properties.trims_answers else text)
 
     def _without_opening(self, text: str) -> str:
         """The text without what the prompt holds of it: the thought that it opens, or an empty
         one."""
         opens, begun = self._properties.opens, text.lstrip()
-        for held in (opens, opens.strip()):
-            if held and begun.startswith(held):
-                return begun.removeprefix(held)
-        if self._properties.closes is not None:
-            return (
-                begun.removeprefix(self._properties.thinks[0]) if begun.startswith(self._properties.thinks[0]) else text
-            )
-        return text
+        opening = "" if self._properties.closes is None else self._properties.thinks[0]
+        held = next(filter(begun.startswith, filter(None, (opens, opens.strip(), opening))), None)
+        return text if held is None else begun.removeprefix(held)
 
     # ---------------------------------------- what the template writes
-
-    @cached_property
-    def _prompt(self) -> str:
-        return self._render([_QUESTION]) if self._render is not None else ""
 
     def _as_written(self, said: str) -> str | None:
         """What the template writes behind its prompt for an answer; ``None``: something else, or

@@ -118,16 +118,6 @@ def _puts_space_before_text(tokenizer: PreTrainedTokenizerBase) -> bool:
     return not (pieces[0][0] if pieces else text).startswith("5")
 
 
-def _encode_behind(encode: Callable[[str], Sequence[int]], before: str, text: str) -> Sequence[int]:
-    """The ids of ``text`` where it stands behind ``before``; if the two merge, behind other text,
-    with which nothing does."""
-    for other in (before, _IN_NO_TOKEN):
-        start, whole = encode(other), encode(other + text)
-        if whole[: len(start)] == start:
-            return whole[len(start) :]
-    return encode(text)
-
-
 class ChatFormatter(Checked):
     """Renders a conversation through the tokenizer's own chat template, append-only, to token ids.
 
@@ -218,7 +208,8 @@ class ChatFormatter(Checked):
         self._spaces_text = _puts_space_before_text(tokenizer)
         self._bos: tuple[int, ...] = ()
         today = read_date(template_date) or date.today()
-        render = None if template == "raw" else Renderer(tokenizer, **self._rendering(), today=today)
+        content: dict[str, Any] = {"system_prompt": system_prompt, "chat_template_kwargs": chat_template_kwargs}
+        render = None if template == "raw" else Renderer(tokenizer, **content, today=today)
         self.properties = self._raw_properties() if render is None else probe_template(render, self._control, history)
         self._form = AnswerForm(render, self.properties, missing_thinking)
         self._in_thought = self._form.is_open("")  # where a response begins
@@ -323,11 +314,8 @@ class ChatFormatter(Checked):
         """The ids of text that stands where the assistant begins to write, with markup as
         tokens."""
         opening = self.properties.first.after
-        return self._with_added_tokens(text, behind=opening[self._last_token(opening) :])
-
-    def _last_token(self, text: str) -> int:
-        """Where the last control token of a text begins."""
-        return max((match.start() for match in self._added.finditer(text)), default=0)
+        last_token = max((match.start() for match in self._added.finditer(opening)), default=0)
+        return self._with_added_tokens(text, behind=opening[last_token:])
 
     def _render_start(self, message: str) -> tuple[int, ...]:
         return (*self._bos, *self._encode(self.properties.first, message))
@@ -383,9 +371,15 @@ class ChatFormatter(Checked):
         return tuple(self._behind(encode, behind, text)) if text else ()
 
     def _behind(self, encode: Callable[[str], Sequence[int]], before: str, text: str) -> Sequence[int]:
+        """The ids of ``text`` where it stands behind ``before``; if the two merge, behind other
+        text, with which nothing does."""
         # Only where it matters: everywhere else text and template are encoded apart, as they always
         # were.
-        return _encode_behind(encode, before, text) if before and self._spaces_text else encode(text)
+        for other in (before, _IN_NO_TOKEN) if before and self._spaces_text else ():
+            start, whole = encode(other), encode(other + text)
+            if whole[: len(start)] == start:
+                return whole[len(start) :]
+        return encode(text)
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else int(self.tokenizer.convert_tokens_to_ids(token))
@@ -397,6 +391,3 @@ class ChatFormatter(Checked):
             self._bos = (bos,)
         first = Frame(f"{self.system_prompt}\n\n" if self.system_prompt else "", "\n")
         return TemplateProperties(first, dict.fromkeys(get_args(Role), Frame("\n", "\n")))
-
-    def _rendering(self) -> dict[str, Any]:
-        return {"system_prompt": self.system_prompt, "chat_template_kwargs": self.chat_template_kwargs}

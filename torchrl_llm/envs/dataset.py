@@ -22,12 +22,12 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm.envs.chat import ChatFormatter
 from torchrl_llm.envs.env import GEMEnv
+from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.messages import is_empty, is_list, plain_messages
 from torchrl_llm.envs.record_files import read_records
 from torchrl_llm.envs.rewards import Grader, Question, RewardFn, Row, WantedColumns
 from torchrl_llm.envs.tasks import Stream, TaskSampler, TaskSpec
 from torchrl_llm.envs.tensors import chosen_slots, responses_of
-from torchrl_llm.envs.text_env import EnvSpec
 from torchrl_llm.utils.named import find_named
 from torchrl_llm.utils.options import Positive, options_of
 
@@ -82,9 +82,8 @@ def read_rows(
     else:
         records = ((f"Row {i}", record) for i, record in enumerate(dataset))
     wanted, names, rows = wanted or WantedColumns(), None, list[Row]()
-    typed = [
-        name for name, kind in (getattr(dataset, "features", None) or {}).items() if _MEDIA_TYPE.search(repr(kind))
-    ]
+    features = getattr(dataset, "features", None) or {}
+    typed = [name for name, kind in features.items() if _MEDIA_TYPE.search(repr(kind))]
     for place, record in records:
         if not isinstance(record, Mapping):
             raise ValueError(f"{place} is {record!r:.80}; expected a mapping from column names to values.")
@@ -176,10 +175,8 @@ def train_test_split(dataset: Any, *, test_size: float, seed: int = 0) -> dict[s
             f"test_size is {test_size!r} of {len(records)} rows; expected a share in (0, 1) that leaves rows on both sides."
         )
     order = np.random.default_rng(seed).permutation(len(records))
-    return {
-        "train": [records[i] for i in sorted(order[held_out:])],
-        "test": [records[i] for i in sorted(order[:held_out])],
-    }
+    parts = {"train": order[held_out:], "test": order[:held_out]}
+    return {name: [records[i] for i in sorted(part)] for name, part in parts.items()}
 
 
 def _rows_of(dataset: Any, stream: Stream, columns: dict[str, Any]) -> tuple[Row, ...]:
@@ -421,11 +418,8 @@ class PromptDatasetEnv(GEMEnv):
         rendering = {name: options.pop(name) for name in options_of(ChatFormatter) if name in options}
         formatter = PromptFormatter(tokenizer, conversation_template=conversation_template, **rendering)
         wanted = WantedColumns.of(reward, batched=batched)
-        rows = _rows_of(
-            dataset,
-            stream,
-            {"question": question, "answer": answer, "wanted": wanted, "system_prompt": formatter.system_prompt},
-        )
+        columns = {"question": question, "answer": answer, "wanted": wanted, "system_prompt": formatter.system_prompt}
+        rows = _rows_of(dataset, stream, columns)
         grader = Grader(reward, rows, batched=batched, timeout=reward_timeout)
         env = EnvSpec(type(self).__name__, partial(Question, grader), single_turn=True)
         super().__init__(env, tokenizer=tokenizer, num_envs=num_envs, stream=stream, **rendering, **options)
@@ -454,11 +448,8 @@ class PromptDatasetEnv(GEMEnv):
     def _asked(self, tensordict: TensorDictBase) -> list[tuple[int, str]]:
         """Row and completion of the slots that are stepped."""
         slots, responses = self.slots, responses_of(tensordict)
-        return [
-            (slots[i].task_spec.seed, self.formatter.decode(responses[i]))
-            for i in chosen_slots(tensordict, "_step", len(slots))
-            if slots[i].live
-        ]
+        live = [i for i in chosen_slots(tensordict, "_step", len(slots)) if slots[i].live]
+        return [(slots[i].task_spec.seed, self.formatter.decode(responses[i])) for i in live]
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Stop the event loop of an ``async def`` reward function, and close as any environment."""

@@ -24,6 +24,7 @@ from torchrl_llm import keys
 from torchrl_llm.envs.answers import MissingThinking
 from torchrl_llm.envs.chat import ChatFormatter, Template
 from torchrl_llm.envs.columns import ExtraKinds
+from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.isolation import MAX_THREADS
 from torchrl_llm.envs.registry import EnvSource, resolve_env
@@ -31,7 +32,7 @@ from torchrl_llm.envs.slots import Overflow, SlotMachine, SuccessRule
 from torchrl_llm.envs.tasks import Stream, TaskSampler
 from torchrl_llm.envs.template_probe import History
 from torchrl_llm.envs.tensors import chosen_slots, done_of, observation_of, responses_of, set_specs
-from torchrl_llm.envs.text_env import EnvironmentFault, EnvSpec, SuccessBy
+from torchrl_llm.envs.text_env import EnvironmentFault, SuccessBy
 from torchrl_llm.stops import HasStopIds, share_stop_ids
 from torchrl_llm.utils.fixed import Delegated
 from torchrl_llm.utils.options import Checked, ConfigError, Count, Natural, Positive

@@ -17,10 +17,11 @@ from tensordict import TensorDictBase
 
 from torchrl_llm.envs.columns import ExtraKinds
 from torchrl_llm.envs.env import GEMEnv
+from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.isolation import IsolatedEnv, kept_global_rng
 from torchrl_llm.envs.registry import EnvSource, resolve_env
 from torchrl_llm.envs.slots import Reply, SlotMachine
-from torchrl_llm.envs.text_env import EnvironmentUnavailableError, EnvSpec
+from torchrl_llm.envs.text_env import EnvironmentUnavailableError
 from torchrl_llm.utils.options import ConfigError, Count
 
 __all__ = ["Game", "Seat", "SelfPlayEnv"]
@@ -304,12 +305,11 @@ class SelfPlayEnv(GEMEnv):
                 "are a group: leave group_size out, and play games of other numbers apart."
             )
         size = found.pop()
-        super().__init__(
-            [replace(spec, make=partial(Seat, cast(Any, spec.make), spec.name), extras=Seat.extras) for spec in specs],
-            group_size=size,
-            num_envs=size if num_envs is None else num_envs,
-            **options,
-        )
+        seats = [
+            replace(spec, make=partial(Seat, cast(Any, spec.make), spec.name), extras=Seat.extras) for spec in specs
+        ]
+        num_envs = size if num_envs is None else num_envs
+        super().__init__(seats, group_size=size, num_envs=num_envs, **options)
 
     # ---------------------------------------- what needs a collector that knows of games
 

@@ -22,15 +22,11 @@ from typing import Any, NamedTuple, cast
 
 from torch.utils.data import Subset
 
+from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.gem_words import READS_WORDS, SHIPPED, check_lengths, class_reading, read_words
 from torchrl_llm.envs.registry import register_env_family
 from torchrl_llm.envs.tasks import Stream, rows_of
-from torchrl_llm.envs.text_env import (
-    EnvironmentUnavailableError,
-    EnvSpec,
-    TextEnv,
-    UnknownEnvironmentError,
-)
+from torchrl_llm.envs.text_env import EnvironmentUnavailableError, TextEnv, UnknownEnvironmentError
 from torchrl_llm.utils.options import ConfigError
 
 # seconds that a grading process may take to start, which imports the main script
@@ -39,11 +35,6 @@ _GRADER_TIMEOUT = 60.0
 
 class MissingGEMError(ImportError):
     """GEM cannot be imported."""
-
-
-def _generators(env: Any) -> Any:
-    """The state of the generators: the task is sampled in the first turn."""
-    return random.getstate()
 
 
 def _nothing(env: Any) -> None:
@@ -80,7 +71,8 @@ GEM_CLASSES: dict[str, GEMClass] = {
     "MathEnv": GEMClass(_nothing, packages=("datasets", "pylatexenc"), single_turn=True),
     # its questions are images
     "MathVisualEnv": GEMClass(None, packages=("datasets", "pylatexenc"), single_turn=True),
-    "MinesweeperEnv": GEMClass(_generators, True),
+    # its task is sampled in the first turn
+    "MinesweeperEnv": GEMClass(lambda env: random.getstate(), True),
     "QaEnv": GEMClass(_nothing, packages=("datasets",), single_turn=True),
     "ReasoningGymEnv": GEMClass(_nothing, single_turn=True),
     "SokobanEnv": GEMClass(lambda env: (env.max_turns, env.room_fixed.tolist(), env.room_state.tolist())),
@@ -142,11 +134,10 @@ def _registered(env_id: str) -> Any:
                 "calls torchrl_llm.cli.main, or pass the environment as a factory."
             )
         close = difflib.get_close_matches(env_id, registry, n=5, cutoff=0.4)
+        meant = f"Did you mean one of {close}? " if close else ""
         raise UnknownEnvironmentError(
-            f"GEM has no environment {env_id!r}. "
-            + (f"Did you mean one of {close}? " if close else "")
-            + "gem.print_envs() lists them all; another environment can be passed as a factory, or its family registered "
-            "with register_env_family."
+            f"GEM has no environment {env_id!r}. {meant}gem.print_envs() lists them all; another environment can be passed as a "
+            "factory, or its family registered with register_env_family."
         )
     return registry[env_id]
 
@@ -228,7 +219,7 @@ def _check_names(env_id: str, options: Mapping[str, Any]) -> None:
 
 def _needs(env_id: str, error: Exception) -> str:
     """What is to be done about an error of ``gem.make``."""
-    given = _registered(env_id).kwargs
+    hosted = _registered(env_id).kwargs.get("dataset_name")
     local = f"or pass local data with a factory: lambda: gem.make({env_id!r}, dataset=...), a datasets.Dataset"
     if isinstance(error, LookupError) and "NLTK" in str(error):
         return (
@@ -239,14 +230,10 @@ def _needs(env_id: str, error: Exception) -> str:
     if isinstance(error, ImportError):
         named = getattr(error.__context__, "name", None) or error.name or "the package named below"
         package = " ".join(name for name in gem_class(env_id).packages if find_spec(name) is None) or named
-        data = (
-            f" Its data is {given['dataset_name']!r} of the Hugging Face hub, {local}."
-            if "dataset_name" in given
-            else ""
-        )
+        data = f" Its data is {hosted!r} of the Hugging Face hub, {local}." if hosted else ""
         return f"It needs a package: pip install {package}.{data}"
-    if "dataset_name" in given:
-        return f"It loads {given['dataset_name']!r} from the Hugging Face hub: connect to it, {local}."
+    if hosted:
+        return f"It loads {hosted!r} from the Hugging Face hub: connect to it, {local}."
     return "It fails with its registered arguments; give others with a factory: lambda: gem.make(id, ...)."
 
 

@@ -10,12 +10,8 @@ import numpy as np
 
 _ROLES = {
     "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "observation": "tool",
-    "function": "tool",
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot"), "assistant"),
+    **dict.fromkeys(("observation", "function"), "tool"),
     "developer": "system",
 }
 """Names of roles in files of ShareGPT, LLaMA-Factory, Gemini and OpenAI."""

@@ -13,6 +13,18 @@ import random
 import re
 from itertools import permutations, product
 
+
+def _find(pattern: re.Pattern[str], context: str, known: str) -> re.Match[str]:
+    """What a player reads in a context; ``known`` names its game, for the error."""
+    if (found := pattern.search(context)) is None:
+        raise _other_game(known, context)
+    return found
+
+
+def _other_game(known: str, context: str) -> ValueError:
+    return ValueError(f"The player knows {known}; it was shown {context[:120]!r}.")
+
+
 # ---------------------------------------- GuessTheNumber
 
 _RANGE = re.compile(r"number between (\d+) and (\d+)")
@@ -53,11 +65,7 @@ def guess_by_hints(context: str, rng: random.Random) -> str:
 
 
 def _guess(context: str, rng: random.Random, reads: float) -> str:
-    found = _RANGE.search(context)
-    if found is None:
-        raise ValueError(
-            f'The player knows GuessTheNumber, whose rules say "number between"; it was shown {context[:120]!r}.'
-        )
+    found = _find(_RANGE, context, 'GuessTheNumber, whose rules say "number between"')
     low, high = int(found[1]), int(found[2])
     for number, hint in _HINT.findall(context):
         if rng.random() < reads:
@@ -113,11 +121,7 @@ def break_code_by_pegs(context: str, rng: random.Random) -> str:
 
 
 def _break_code(context: str, rng: random.Random, reads: float) -> str:
-    found = _RULES.search(context)
-    if found is None:
-        raise ValueError(
-            f'The player knows Mastermind, whose rules say "digit code within"; it was shown {context[:120]!r}.'
-        )
+    found = _find(_RULES, context, 'Mastermind, whose rules say "digit code within"')
     length, digits = int(found[1]), range(1, int(found[2]) + 1)
     repeats = "Duplicate numbers are allowed" in context
     codes = product(digits, repeat=length) if repeats else permutations(digits, length)
@@ -179,10 +183,9 @@ def slide_to_merge(context: str, rng: random.Random) -> str:
 
 
 def _choose_move(context: str, rng: random.Random, greed: float) -> str:
-    boards = _BOARD.findall(context)
-    if not boards:
-        raise ValueError(f'The player knows 2048, which shows a "Current board:"; it was shown {context[:120]!r}.')
-    rows = [[0 if cell == "." else int(cell) for cell in line.split()] for line in boards[-1].splitlines()]
+    _find(_BOARD, context, '2048, which shows a "Current board:"')
+    board = _BOARD.findall(context)[-1]
+    rows = [[0 if cell == "." else int(cell) for cell in line.split()] for line in board.splitlines()]
     after = {direction: _slide(rows, direction) for direction in ("up", "down", "left", "right")}
     moves = [direction for direction, board in after.items() if board != rows]
     if rng.random() < greed:
@@ -251,14 +254,11 @@ def move_disks_right(context: str, rng: random.Random) -> str:
 def _move_disk(context: str, rng: random.Random, skill: float) -> str:
     shown = dict(_TOWER.findall(context)[-3:])
     if set(shown) != {"A", "B", "C"}:
-        raise ValueError(
-            f'The player knows TowerofHanoi, which shows towers as "A: [3, 2, 1]"; it was shown {context[:120]!r}.'
-        )
+        raise _other_game('TowerofHanoi, which shows towers as "A: [3, 2, 1]"', context)
     towers = {name: [int(disk) for disk in re.findall(r"\d+", disks)] for name, disks in shown.items()}
     # An empty tower takes every disk, another one a smaller disk than its top.
-    moves = [
-        (a, b) for a, b in permutations(towers, 2) if towers[a] and towers[a][-1] < min(towers[b], default=math.inf)
-    ]
+    tops = {name: min(disks, default=math.inf) for name, disks in towers.items()}
+    moves = [(a, b) for a, b in permutations(towers, 2) if tops[a] < tops[b]]
     source, target = _shortest_way(towers) if rng.random() < skill else rng.choice(moves)
     return f"\\boxed{{{source} {target}}}"
 
@@ -316,9 +316,5 @@ def count_right(context: str, rng: random.Random) -> str:
 
 def _count(context: str, herself: int) -> str:
     # The first number that names women is of her circle; of two circles the second does not count.
-    found = _WOMEN.search(context)
-    if found is None:
-        raise ValueError(
-            f"The player knows rg:aiw, whose questions are of sisters, friends or colleagues; it was shown {context[:120]!r}."
-        )
+    found = _find(_WOMEN, context, "rg:aiw, whose questions are of sisters, friends or colleagues")
     return f"\\boxed{{{int(found[1]) + herself}}}"

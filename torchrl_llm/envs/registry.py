@@ -16,7 +16,8 @@ from importlib.metadata import EntryPoint, entry_points
 from pkgutil import resolve_name
 from typing import Any
 
-from torchrl_llm.envs.text_env import EnvironmentUnavailableError, EnvSpec, TextEnv, UnknownEnvironmentError
+from torchrl_llm.envs.env_spec import EnvSpec
+from torchrl_llm.envs.text_env import EnvironmentUnavailableError, TextEnv, UnknownEnvironmentError
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +118,8 @@ def resolve_env(env: EnvSource) -> EnvSpec:
         try:
             _families[family] = offered.load()
         except (ImportError, AttributeError) as error:
-            raise EnvironmentUnavailableError(
-                env, f"Its family is {offered.value!r}, and is not there.", error
-            ) from error
+            needs = f"Its family is {offered.value!r}, and is not there."
+            raise EnvironmentUnavailableError(env, needs, error) from error
     spec = _families.get(family, _families["gem"])(env)
     if not isinstance(spec, EnvSpec):
         raise TypeError(f"The environment family {family!r} resolved {env!r} to {spec!r:.80}; expected an EnvSpec.")

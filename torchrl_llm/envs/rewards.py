@@ -27,6 +27,7 @@ RewardFn = Callable[..., Any]
 is batched."""
 
 _GRACE = 5.0  # seconds beyond `reward_timeout` after which an event loop counts as blocked
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class Row(NamedTuple):
@@ -69,8 +70,7 @@ class WantedColumns(NamedTuple):
             return cls()
         parameters = list(signature.parameters.values())
         first = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)][:3]
-        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        named = [each for each in parameters if each not in first and each.kind in kinds]
+        named = [each for each in parameters if each not in first and each.kind in _BY_NAME]
         found = {each.kind for each in parameters}
         return cls(
             tuple(each.name for each in named if each.default is each.empty),
@@ -156,9 +156,8 @@ class Grader:
 
     def __init__(self, reward_fn: RewardFn, rows: Sequence[Row], *, batched: bool, timeout: float) -> None:
         self.reward_fn, self.rows, self.batched, self.timeout = reward_fn, rows, batched, timeout
-        self.is_async = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(
-            getattr(reward_fn, "__call__", None)  # noqa: B004
-        )
+        call = getattr(reward_fn, "__call__", None)  # noqa: B004
+        self.is_async = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(call)
         self.thread_safe = self.is_async or getattr(reward_fn, "thread_safe", False)
         self.loop = _EventLoop()
         self._ahead: dict[tuple[int, str], list[float | RewardError]] = {}
@@ -220,12 +219,11 @@ class Grader:
         return self._all_checked(asked, results)
 
     def _all_checked(self, asked: list[tuple[int, str]], results: list[Any]) -> list[float | RewardError]:
-        failed = self.batched and isinstance(results[0], BaseException)
-        call = object() if failed else None
+        call = object() if self.batched and isinstance(results[0], BaseException) else None
         return [self._checked(row, result, call) for (row, _), result in zip(asked, results, strict=True)]
 
     def _call(self, asked: list[tuple[int, str]]) -> list[Any]:
-        calls = self._batched_call(asked) if self.batched else [self._single_call(*each) for each in asked]
+        calls = self._calls(asked)
         if self.is_async:
             results = self.loop.run(self._gather(calls), self.timeout + _GRACE)
         else:
@@ -233,9 +231,8 @@ class Grader:
             # Of a decorator, or a lambda, around a coroutine function: its kind shows in what it
             # returns alone.
             if any(map(inspect.isawaitable, results)):
-                results = self.loop.run(
-                    self._gather([partial(_awaitable, each) for each in results]), self.timeout + _GRACE
-                )
+                waits = [partial(_awaitable, each) for each in results]
+                results = self.loop.run(self._gather(waits), self.timeout + _GRACE)
         if not self.batched:
             return results
         if isinstance(results[0], BaseException):
@@ -247,15 +244,15 @@ class Grader:
             raise TypeError(f"it returned {rewards!r:.80} for {len(asked)} completions; expected as many numbers")
         return list(rewards)
 
-    def _single_call(self, index: int, completion: str) -> Callable[[], Any]:
-        row = self.rows[index]
-        return partial(self.reward_fn, completion, row.answer, row.question, **row.columns)
-
-    def _batched_call(self, asked: list[tuple[int, str]]) -> list[Callable[[], Any]]:
-        rows = [self.rows[index] for index, _ in asked]
+    def _calls(self, asked: list[tuple[int, str]]) -> list[Callable[[], Any]]:
+        """One for all that is asked, if the function is batched, else one for each."""
+        rows, completions = [self.rows[index] for index, _ in asked], [completion for _, completion in asked]
+        if not self.batched:
+            pairs = zip(completions, rows, strict=True)
+            return [partial(self.reward_fn, text, row.answer, row.question, **row.columns) for text, row in pairs]
         columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
         answers, questions = [row.answer for row in rows], [row.question for row in rows]
-        return [partial(self.reward_fn, [completion for _, completion in asked], answers, questions, **columns)]
+        return [partial(self.reward_fn, completions, answers, questions, **columns)]
 
     async def _gather(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         waits: list[Awaitable[Any]] = [asyncio.wait_for(call(), self.timeout) for call in calls]
@@ -318,11 +315,8 @@ def _check_names(name: str, signature: inspect.Signature, expected: str, plural:
     if not [each for each, role in wrong if (roles[each], role) != ("answer", "completion")]:
         return
     own = [each for each, role in roles.items() if role != "column"]
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    columns = [
-        each.name for each in signature.parameters.values()
-        if each.name not in own and each.kind in kinds and each.default is each.empty
-    ]  # fmt: skip
+    needed = (each for each in signature.parameters.values() if each.kind in _BY_NAME and each.default is each.empty)
+    columns = [each.name for each in needed if each.name not in own]
     given = [*(f"{each}={roles[each]}{plural}" for each in own), *(f"{each}={each}" for each in columns)]
     ours = ", ".join([f"completion{plural}", f"answer{plural}", f"question{plural}", *columns])
     raise TypeError(

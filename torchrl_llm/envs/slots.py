@@ -21,10 +21,11 @@ import torch
 
 from torchrl_llm.envs.chat import ChatFormatter
 from torchrl_llm.envs.columns import merged_columns
+from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.isolation import Call, IsolatedEnv, Pool, kept_global_rng, revoke_global_rng
 from torchrl_llm.envs.tasks import TaskIdentity, TaskSampler, TaskSpec
-from torchrl_llm.envs.text_env import NO_STEP, EnvironmentFault, EnvironmentUnavailableError, EnvSpec, TextStep
+from torchrl_llm.envs.text_env import NO_STEP, EnvironmentFault, EnvironmentUnavailableError, TextStep
 from torchrl_llm.keys import COLUMNS, REWARD, NestedKey, StopReason
 from torchrl_llm.utils.options import ConfigError
 

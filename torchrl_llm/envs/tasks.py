@@ -81,12 +81,11 @@ class Stage:
 
     def __post_init__(self) -> None:
         # As they are after a checkpoint: sequences there are lists.
-        object.__setattr__(self, "weights", None if self.weights is None else tuple(map(float, self.weights)))
+        weights = None if self.weights is None else tuple(map(float, self.weights))
+        object.__setattr__(self, "weights", weights)
         object.__setattr__(self, "options", tuple(map(dict, self.options)))
-        if self.weights is not None and not (all(0 <= w < math.inf for w in self.weights) and any(self.weights)):
-            raise ConfigError(
-                f"The weights of a curriculum are {self.weights}; expected numbers >= 0, not all of them 0."
-            )
+        if weights is not None and not (all(0 <= w < math.inf for w in weights) and any(weights)):
+            raise ConfigError(f"The weights of a curriculum are {weights}; expected numbers >= 0, not all of them 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,9 +179,8 @@ class TaskSampler(Checked):
             raise IndexError(f"Task {index} would share its id with another stream's: a seed has {SEED_IDS} ids.")
         stage = self.stage(self._group(index))
         task_spec = _task_spec(self, self._shares(stage.weights), index)
-        return (
-            task_spec._replace(options=tuple(stage.options[task_spec.env_id].items())) if stage.options else task_spec
-        )
+        options = tuple(stage.options[task_spec.env_id].items()) if stage.options else ()
+        return task_spec._replace(options=options)
 
     def _group(self, index: int) -> int:
         return self.worker + index // self.group_size * self.num_workers

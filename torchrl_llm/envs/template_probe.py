@@ -85,13 +85,8 @@ def marker_pairs(source: str, control: Collection[str]) -> list[Pair]:
     """
     spelled = {*_MARKER.findall(source), *(token for token in control if token in source)}
     known = spelled | {*control}
-    pairs = {
-        (opening, closing)
-        for closing in known
-        for opening in _openings(closing)
-        if opening in known or closing in spelled
-    }
-    found = sorted(pair for pair in pairs if spelled & {*pair} and pair != THINKING)
+    pairs = {(opening, closing) for closing in known for opening in _openings(closing)} - {THINKING}
+    found = sorted(pair for pair in pairs if spelled & {*pair} and (pair[0] in known or pair[1] in spelled))
     return [THINKING, *reversed(found)]
 
 
@@ -138,6 +133,23 @@ class _Probe:
     def __init__(self, render: Renderer, control: Collection[str], history: History) -> None:
         self.render, self.control, self.history = render, control, history
         self.tokens = token_pattern(control)
+        self._followed = render([_QUESTION, _ANSWER, _REPLY])
+        self._prompt = render([_QUESTION])
+        closed = render([_QUESTION], prompt=False)
+        generation_prompt = self._prompt.removeprefix(closed) if self._prompt.startswith(closed) else ""
+        # What the template writes before a plain answer, behind the generation prompt.
+        added = self._followed.removeprefix(self._prompt) if self._followed.startswith(self._prompt) else ""
+        self._writes = added.partition(_answered(0))[0]
+        # The pairs that may stand within an answer: not the pairs of the template around messages.
+        around = self._prompt.rpartition(_asked(0))[2].removesuffix(generation_prompt)
+        around += self._followed.rpartition(_asked(1))[0].rpartition(_answered(0))[2]
+        pairs = marker_pairs(render.source, control)
+        self._pairs = [pair for pair in pairs if not any(marker in around for marker in pair)]
+        at = [i for pair in self._pairs for marker in pair if (i := generation_prompt.find(marker)) >= 0]
+        self._opens = generation_prompt[min(at) :] if at else ""
+        opened = self._unclosed(self._opens)
+        self._closes = None if opened is None else opened[1]
+        self._last = render([_QUESTION, _ANSWER], prompt=False)  # ends with an answer
 
     def properties(self) -> TemplateProperties:
         self._check_one_message()
@@ -165,55 +177,10 @@ class _Probe:
 
     # ---------------------------------------- around an answer
 
-    @cached_property
-    def _prompt(self) -> str:
-        return self.render([_QUESTION])
-
-    @cached_property
-    def _last(self) -> str:
-        """A conversation that ends with an answer."""
-        return self.render([_QUESTION, _ANSWER], prompt=False)
-
-    @cached_property
-    def _followed(self) -> str:
-        """A conversation in which a message follows an answer."""
-        return self.render([_QUESTION, _ANSWER, _REPLY])
-
-    @cached_property
-    def _pairs(self) -> list[Pair]:
-        """The pairs that may stand within an answer: not the pairs of the template around
-        messages."""
-        around = self._prompt.rpartition(_asked(0))[2].removesuffix(self._generation_prompt)
-        around += self._followed.rpartition(_asked(1))[0].rpartition(_answered(0))[2]
-        pairs = marker_pairs(self.render.source, self.control)
-        return [pair for pair in pairs if not any(marker in around for marker in pair)]
-
-    @cached_property
-    def _generation_prompt(self) -> str:
-        closed = self.render([_QUESTION], prompt=False)
-        return self._prompt.removeprefix(closed) if self._prompt.startswith(closed) else ""
-
-    @cached_property
-    def _opens(self) -> str:
-        at = [i for pair in self._pairs for marker in pair if (i := self._generation_prompt.find(marker)) >= 0]
-        return self._generation_prompt[min(at) :] if at else ""
-
-    @cached_property
-    def _closes(self) -> str | None:
-        pair = self._unclosed(self._opens)
-        return None if pair is None else pair[1]
-
     def _unclosed(self, text: str) -> Pair | None:
         """The last pair that a text opens and does not close."""
         pairs = [pair for pair in self._pairs if text.rfind(pair[0]) > text.rfind(pair[1])]
         return max(pairs, key=lambda pair: text.rfind(pair[0]), default=None)
-
-    @cached_property
-    def _writes(self) -> str:
-        """What the template writes before a plain answer, behind the generation prompt."""
-        if not self._followed.startswith(self._prompt):
-            return ""
-        return self._followed.removeprefix(self._prompt).partition(_answered(0))[0]
 
     def _thinks(self) -> Pair:
         opened = [pair for pair in self._pairs if pair[0] in self._opens]
@@ -225,15 +192,15 @@ class _Probe:
     def _is_dropped(self, pair: Pair) -> bool:
         """Whether the template leaves out what stands within a pair before an earlier answer."""
         said = Message("assistant", f"{pair[0]}{_THOUGHT}{pair[1]}{_answered(0)}")
-        try:
-            text = self.render([_QUESTION, said, _REPLY])
-        except ChatTemplateError:
-            return False
+        text = self._rendered([_QUESTION, said, _REPLY])
         return _THOUGHT not in text and _answered(0) in text
 
-    @property
-    def _space(self) -> str:
-        return "" if self._writes.strip() else self._writes
+    def _rendered(self, messages: Sequence[Message], *, prompt: bool = True) -> str:
+        """As ``render``; empty where the template refuses the messages."""
+        try:
+            return self.render(messages, prompt=prompt)
+        except ChatTemplateError:
+            return ""
 
     def _trims_answers(self) -> bool:
         padded = self.render([_QUESTION, Message("assistant", f" \n{_answered(0)}\n "), _REPLY])
@@ -245,7 +212,8 @@ class _Probe:
         end = answer_end(self.control, "", self._followed, _answered(0), _asked(1))
         written, within = self.tokens.findall(self._writes), {marker for pair in self._pairs for marker in pair}
         thought_ends = [self._end_of_thought(field) for field in self._fields]
-        header = [token for token in written if token not in within and not self._encloses(token, end)]
+        around = [] if end is None else [*_openings(end)]
+        header = [token for token in written if token not in within and token not in around]
         if end is not None and (end in (*written, *thought_ends) or (header and not any(thought_ends))):
             raise ChatTemplateError(
                 f"The chat template of the tokenizer {self.render.tokenizer.name_or_path!r} makes several messages of one answer: "
@@ -254,23 +222,13 @@ class _Probe:
                 "another chat template if the model knows one."
             )
 
-    @staticmethod
-    def _encloses(opening: str, closing: str | None) -> bool:
-        return closing is not None and opening in _openings(closing)
-
     @cached_property
     def _fields(self) -> dict[str, str]:
         """The fields of a message whose thinking the template shows, with the last answer's text
         for each."""
-        shown = {}
-        for field in _THINKING_FIELDS:
-            try:
-                text = self.render([_QUESTION, _ANSWER._replace(fields={field: _THOUGHT})], prompt=False)
-            except ChatTemplateError:
-                continue
-            if _THOUGHT in text:
-                shown[field] = text
-        return shown
+        answers = {field: _ANSWER._replace(fields={field: _THOUGHT}) for field in _THINKING_FIELDS}
+        shown = {field: self._rendered([_QUESTION, answer], prompt=False) for field, answer in answers.items()}
+        return {field: text for field, text in shown.items() if _THOUGHT in text}
 
     def _end_of_thought(self, field: str) -> str | None:
         """The first control token behind a thought that is given in a field."""
@@ -310,7 +268,7 @@ class _Probe:
     def _cuts(self, field: str | None) -> str | None:
         """What the template does to answers that hold a text of its own, such as "Answer:";
         ``None``: nothing."""
-        for text in self._texts:
+        for text in self._texts():
             edge = text.strip()  # white space there is another matter: some templates trim answers
             answer = f"{edge}{_THOUGHT} {text} {_answered(0)} {text} {_THOUGHT}{edge}"
             try:
@@ -326,15 +284,12 @@ class _Probe:
                 return f"it changes answers with {text!r}: {_difference(before, followed)[1]}"
         return None
 
-    @cached_property
     def _texts(self) -> list[str]:
         """The texts at which the template may cut a message, but for markers of pairs, which are
         tried as such."""
         markers = {marker for pair in self._pairs for marker in pair}
-        given = {
-            value for name, value in self.render.kwargs.items() if name != "chat_template" and isinstance(value, str)
-        }
-        texts = sorted({*text_constants(self.render.source), *given})
+        given = (value for name, value in self.render.kwargs.items() if name != "chat_template")
+        texts = sorted({*text_constants(self.render.source), *(value for value in given if isinstance(value, str))})
         return [text for text in texts if text.strip() and not any(marker in text for marker in markers)]
 
     def _said(self, answer: str, pair: Pair | None, field: str | None) -> _Said:
@@ -356,16 +311,16 @@ class _Probe:
             return _Said(response + answer, message)
         if not message.fields:
             # White space before an answer is the template's own, and no part of the message.
-            message = Message("assistant", opens + written.removeprefix(self._space) + found)
+            space = "" if self._writes.strip() else self._writes
+            message = Message("assistant", opens + written.removeprefix(space) + found)
         return _Said(written + found, message)
 
     def _what_it_rewrites(self, before: str, longer: str, answer: str, pair: Pair | None) -> str:
         """The name of what a template does to earlier answers, with what shows it."""
         at, shown = _difference(before, longer)
-        tail = longer[at:]
         if answer not in longer:
             return shown
-        if _THOUGHT in before[at:] and _THOUGHT not in tail:
+        if _THOUGHT in before[at:] and _THOUGHT not in longer[at:]:
             return f"{_DROPS}: {shown}"
         if self._opens and not longer.startswith(self._prompt):
             return f"it leaves {self._opens!r}, which its generation prompt writes, out of earlier answers: {shown}"
@@ -390,11 +345,8 @@ class _Probe:
         except ChatTemplateError:
             # A tool role that is refused, or not append-only, is none that can be used.
             return None
-        return (
-            None
-            if any(tool[:2] == frame[:2] for frame in map(self._frame_or_none, ("system", "assistant")) if frame)
-            else tool
-        )
+        others = filter(None, map(self._frame_or_none, ("system", "assistant")))
+        return None if any(tool[:2] == other[:2] for other in others) else tool
 
     def _frame_or_none(self, role: str) -> Frame | None:
         try:

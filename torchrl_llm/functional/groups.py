@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_llm.functional._common import check_shapes, masked, wide
 from torchrl_llm.functional.statistics import Statistics, batch_statistics, center, has_spread
-from torchrl_llm.functional.trees import mean_of_others
+from torchrl_llm.functional.units import mean_of_others
 from torchrl_llm.utils.options import check_value
 
 __all__ = ["Baseline", "Partial", "Scale", "group_relative", "leave_one_out"]
@@ -96,7 +96,7 @@ def group_relative(
             0 and the penalty enters centered but unscaled.
         mask: bool, the shape of ``score``: the scores of which ``"batch"`` takes the standard
             deviation; ``None``: all.
-        unit: int64, the shape of ``score``, :func:`tree_units` of rows of trees:
+        unit: int64, the shape of ``score``, see :data:`torchrl_llm.keys.TURN_UNIT`:
             ``"leave_one_out"`` leaves out the unit, and needs another one in the group; ``None``:
             every episode is one.
         process_group: ``"batch"`` means the rows of all ranks of this group (``None``: of this
@@ -108,7 +108,7 @@ def group_relative(
         score is NaN or infinite (``"batch"``: everywhere).
 
     Raises:
-        ValueError: options that do not go together, a part of a group, a group of one tree, or
+        ValueError: options that do not go together, a part of a group, or
             ``scale="mean"`` with a negative score.
 
     Examples:
@@ -130,7 +130,7 @@ def group_relative(
             f'baseline="leave_one_out" with scale="{scale}" is biased; use scale="none", or baseline="mean".'
         )
     if unit is not None and baseline != "leave_one_out":
-        raise ValueError(f'baseline="{baseline}" is biased with rows of trees, which begin alike; use "leave_one_out".')
+        raise ValueError(f'baseline="{baseline}" is biased where rows count as one (unit); use "leave_one_out".')
     score = wide(score)
     if scale == "batch":
         # Before a rank without rows returns, for which the others would wait.

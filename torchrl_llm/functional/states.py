@@ -9,8 +9,8 @@ from torch import Tensor
 
 from torchrl_llm.functional._common import check_shapes, joint_labels, label_totals, masked
 from torchrl_llm.functional.groups import Partial, check_groups
-from torchrl_llm.functional.trees import mean_of_others
 from torchrl_llm.functional.turns import edge_positions, turn_lengths
+from torchrl_llm.functional.units import mean_of_others
 from torchrl_llm.utils.options import check_value
 
 __all__ = ["Fallback", "num_compared", "observation_states", "prefix_states", "state_relative"]
@@ -146,7 +146,8 @@ def state_relative(
         fallback: a turn whose state no other episode of the group was in is compared with the mean
             of the others at the same ``"turn"`` (0 for an episode that is over by then), or keeps
             its ``"return"``.
-        unit: ``[B, T]`` int64, :func:`tree_units` of rows of trees; ``None``: every episode is one.
+        unit: ``[B, T]`` int64, see :data:`torchrl_llm.keys.TURN_UNIT`; ``None``: every episode is
+            one.
         group_size, partial: see :func:`group_relative`.
 
     Returns:
@@ -215,13 +216,13 @@ def _of_others(score: Tensor, state: Tensor, group: Tensor, acted: Tensor, unit:
     # A turn without a decision is in a state of its own, so that no other is compared with it.
     silent = torch.where(acted, -1, torch.arange(state.numel(), device=state.device).view_as(state))
     of_group = joint_labels(torch.where(acted, state, 0), group.view(-1, 1), silent)
-
-    def within(label: Tensor) -> tuple[Tensor, Tensor]:
-        return label_totals(score, joint_labels(of_group, label))
-
-    # On a turn before the branch all of its tree depends, also behind; on one from the branch on
-    # its own row, also the turns before, whose returns hold what it earned.
-    of_tree = unit == unit[:, :1]
-    (total, number), tree, row = label_totals(score, of_group), within(unit[:, :1]), within(_episodes(state))
-    ours, count = (torch.where(of_tree, *both) for both in zip(tree, row, strict=True))
+    total, number = label_totals(score, of_group)
+    # All turns of a unit's rows depend on an action of the unit, also the turns before, whose
+    # returns hold what it earned.
+    member = joint_labels(unit, _episodes(state))
+    place = torch.arange(state.numel(), device=state.device).view_as(state)
+    found = place.new_zeros(int(member.max()) + 1).scatter(0, member.flatten(), place.flatten())
+    row, of_unit = found // state.shape[1], unit.flatten()[found].unsqueeze(1)
+    totals = label_totals(score[row], joint_labels(of_group[row], of_unit))
+    ours, count = (each[member, place[0]] for each in totals)
     return total - ours, number - count

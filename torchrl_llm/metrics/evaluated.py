@@ -129,7 +129,9 @@ def summarize(
         task_overlap=None if seen_tasks is None or math.isnan(share := seen_tasks.overlap(tasks.cpu())) else share,
         environments={name.removeprefix("rollout/"): value for name, value in metrics.items() if name.count("/") > 1},
         outcomes=_outcomes(collected, wanted),
-        task_digest=_task_digest(env, opponent, wanted),
+        # Not the ids of what was played: a task whose reset failed in one of two evaluations has
+        # none there.
+        task_digest=fingerprint((rules_of(env), opponent, [(env.names[each.env_id], *each) for each in wanted])),
         beginnings=_beginnings(collected, wanted),
         rows=collected,
         texts=dict(texts),
@@ -145,14 +147,6 @@ def _outcomes(collected: TensorDictBase, wanted: Sequence[TaskSpec]) -> str:
     small."""
     won = set(collected[keys.EPISODE_ID][_won(collected)].tolist())
     return "".join("1" if task_spec.episode_id in won else "0" for task_spec in wanted)
-
-
-def _task_digest(env: Any, opponent: Any, wanted: Sequence[TaskSpec]) -> str:
-    """:attr:`Evaluation.task_digest`."""
-    # Not the ids of what was played: a task whose reset failed in one of two evaluations has none
-    # there.
-    tasks = [(env.names[task_spec.env_id], *task_spec) for task_spec in wanted]
-    return fingerprint((rules_of(env), opponent, tasks))
 
 
 def _beginnings(collected: TensorDictBase, wanted: Sequence[TaskSpec]) -> str:

@@ -106,13 +106,8 @@ def paired_statistics(before: Mapping[str, Any], after: Mapping[str, Any]) -> Pa
             "tasks than before, or does not follow its seed."
         )
     gained, lost = pairs.count(("0", "1")), pairs.count(("1", "0"))
-    return PairedComparison(
-        episodes=len(pairs),
-        gained=gained,
-        lost=lost,
-        p_value=mcnemar_p_value(gained, lost),
-        left_out=len(alike) - len(pairs),
-    )
+    p, left_out = mcnemar_p_value(gained, lost), len(alike) - len(pairs)
+    return PairedComparison(episodes=len(pairs), gained=gained, lost=lost, p_value=p, left_out=left_out)
 
 
 def _pieces(beginnings: str) -> list[str]:

@@ -143,8 +143,7 @@ CREDIT_KEYS = (
     keys.SAMPLED_VALUE,
     keys.TURN_NUM_COMPARED,
     keys.ROW_WEIGHT,
-    keys.TREE_ID,
-    keys.BRANCH_TURN,
+    keys.TURN_UNIT,
 )
 """The keys of rows that :func:`credit_metrics` reads."""
 
@@ -303,8 +302,8 @@ def rollout_metrics(rows: TensorDictBase, env_names: Sequence[str] = ()) -> dict
     """Statistics of episodes: return, success, turns, lengths, from rows ``[B]``.
 
     Args:
-        rows: one episode each. Rows of trees count by their ``"row_weight"``: more of them are of
-            episodes that lasted to the branch than the policy would play.
+        rows: one episode each, counted by its ``"row_weight"``: in a tree, more rows last to the
+            branch than episodes of the policy do.
         env_names: of the environments of a mixture, such as ``GEMEnv.names``. If there are several,
             :data:`PER_ENVIRONMENT` is also reported as ``rollout/<metric>/<name>`` for each that
             occurs; environments of the same name count together.
@@ -375,9 +374,9 @@ def _first_turn_entropy(rows: TensorDictBase) -> dict[str, float]:
 def _state_metrics(rows: TensorDictBase, known: set[keys.NestedKey]) -> dict[str, float]:
     """What states had to be compared with: continuations, or turns of other episodes."""
     metrics = {}
-    if keys.TREE_ID in known:
-        first = rows[keys.TREE_ID] == rows[keys.EPISODE_ID]
-        metrics["credit/branched"] = (rows[keys.BRANCH_TURN][first] >= 0).double().mean().item()
+    if keys.TURN_UNIT in known:  # trees are of one size, so that rows may be counted
+        apart = (rows[keys.TURN_UNIT] != rows[keys.TURN_UNIT][:, :1]) & rows[keys.TURN_MASK]
+        metrics["credit/branched"] = apart.any(1).double().mean().item()
     for key in (keys.SAMPLED_VALUE, keys.TURN_NUM_COMPARED):
         if key not in known:
             continue

@@ -58,16 +58,14 @@ def load_base(
             options["quantization_config"] = _quantization_config(quantization, precision)
             options["device_map"] = {"": device or "cpu"}
         lm: Any = AutoModelForCausalLM.from_pretrained(str(model), **options)
+    elif isinstance(model, PeftModel):
+        raise ValueError("model is a PeftModel already; expected the bare model. Merge and unload its adapter first.")
+    elif quantization is not None:
+        raise ValueError(
+            f"quantization is {quantization!r}, but model is a {type(model).__name__} that is loaded already: "
+            "weights are quantized while they are read. Pass its directory or hub id."
+        )
     else:
-        if isinstance(model, PeftModel):
-            raise ValueError(
-                "model is a PeftModel already; expected the bare model. Merge and unload its adapter first."
-            )
-        if quantization is not None:
-            raise ValueError(
-                f"quantization is {quantization!r}, but model is a {type(model).__name__} that is loaded already: "
-                "weights are quantized while they are read. Pass its directory or hub id."
-            )
         lm = model
         if attn_implementation is not None:
             lm.set_attn_implementation(attn_implementation)

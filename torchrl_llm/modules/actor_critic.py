@@ -103,9 +103,7 @@ class ActorCritic:
             ...     {p.device.type for p in models.base_parameters()}
             {'cpu'}
         """
-        moved = [
-            (parameter, parameter.device) for parameter in self.base_parameters() if parameter.device.type != "cpu"
-        ]
+        moved = [(each, each.device) for each in self.base_parameters() if each.device.type != "cpu"]
         try:
             for parameter, _ in moved:
                 host = torch.empty_like(parameter.data, device="cpu", pin_memory=parameter.is_cuda)
@@ -448,14 +446,7 @@ def load_actor_critic(
 
 
 def _check_options(
-    lora: LoraConfig | None,
-    critic: Any,
-    reference: Any,
-    quantization: Any,
-    base_products: Any,
-    *,
-    gradient_checkpointing: bool,
-    compile: bool,
+    lora: LoraConfig | None, critic: Any, reference: Any, quantization: Any, base_products: Any, **how: bool
 ) -> None:
     for name, value, special in (("critic", critic, "shared"), ("reference", reference, "adapter")):
         if value not in (False, True, special):
@@ -467,11 +458,11 @@ def _check_options(
             f"quantization is {quantization!r}, but full fine-tuning would train the weights that it rounds to 4 bits. "
             "Pass lora=LoraConfig(...), or quantization=None."
         )
-    if base_products is not None and (lora is None or compile or base_products != "bfloat16"):
+    if base_products is not None and (lora is None or how["compile"] or base_products != "bfloat16"):
         raise ValueError(
             f"base_products is {base_products!r}; expected 'bfloat16', with lora=LoraConfig(...) and without compile, or None."
         )
-    if gradient_checkpointing and compile:
+    if all(how.values()):
         raise ValueError(
             "compile=True together with gradient_checkpointing=True: torch.compile does not carry the adapter of a "
             "forward into its recomputation. Choose one; a compiled graph recomputes cheap operations by itself."

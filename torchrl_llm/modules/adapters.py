@@ -119,12 +119,6 @@ def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager, Abstra
     return nullcontext(), _recomputation(layers, [_state(layer) for layer in layers])
 
 
-@contextmanager
-def _recomputation(layers: Sequence[Any], states: Sequence[State]) -> Iterator[None]:
-    with attention_kernels(), _switched_when_run(layers, states):
-        yield
-
-
 def _state(layer: Any) -> State:
     return list(layer.active_adapters), layer.disable_adapters
 
@@ -141,24 +135,21 @@ def _wanted(layer: Any, adapter: str | None) -> State:
 @contextmanager
 def _switched(layers: Sequence[Any], states: Sequence[State]) -> Iterator[None]:
     """Give each layer its state, and put back the old one afterwards."""
-    changes = [
-        (layer, state, before)
-        for layer, state in zip(layers, states, strict=True)
-        if (before := _state(layer)) != state
-    ]
+    changes = [(layer, state) for layer, state in zip(layers, states, strict=True) if _state(layer) != state]
+    before = [(layer, _state(layer)) for layer, _ in changes]
     try:
-        _switch([(layer, state) for layer, state, _ in changes])
+        _switch(changes)
         yield
     finally:
-        _switch([(layer, before) for layer, _, before in changes])
+        _switch(before)
 
 
 @contextmanager
-def _switched_when_run(layers: Sequence[Any], states: Sequence[State]) -> Iterator[None]:
+def _recomputation(layers: Sequence[Any], states: Sequence[State]) -> Iterator[None]:
     """As :func:`_switched`, but each layer at its first forward: a recomputation runs one block,
-    with few of the layers."""
+    with few of the layers. With the attention kernels of the forward."""
     changes = {id(layer): (layer, state) for layer, state in zip(layers, states, strict=True) if _state(layer) != state}
-    with ExitStack() as stack:
+    with attention_kernels(), ExitStack() as stack:
 
         def switch(module: nn.Module, _: Any) -> None:
             if id(module) in changes:
@@ -202,11 +193,8 @@ def available_adapters(layer: Any) -> set[str]:
 
 def trainable_parameters(model: nn.Module, adapter: str | None) -> list[nn.Parameter]:
     """The parameters of ``model`` that require grad; with an adapter, its own only."""
-    return [
-        parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (adapter is None or adapter in name.split("."))
-    ]
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return [parameter for name, parameter in trained if adapter is None or adapter in name.split(".")]
 
 
 def parameters_under(model: nn.Module, adapter: str | None) -> list[nn.Parameter]:
@@ -309,16 +297,13 @@ def _within_language_model(base: nn.Module, lora: LoraConfig) -> LoraConfig:
     """``lora``, kept out of the parts of a multimodal model that text does not pass through."""
     names = {id(module): name for name, module in base.named_modules()}
     decoder, head = (names.get(id(x)) for x in (backbone(base), causal_lm(base).get_output_embeddings()))
-    outside = any(
-        isinstance(module, nn.Linear) and name != head and decoder and not name.startswith(f"{decoder}.")
-        for name, module in base.named_modules()
-    )
-    if not outside:
+    linear = [name for name, module in base.named_modules() if isinstance(module, nn.Linear) and name != head]
+    if not decoder or all(name.startswith(f"{decoder}.") for name in linear):
         return lora
     given = lora.exclude_modules
     own = [] if not given else [given] if isinstance(given, str) else [rf"(.*\.)?({'|'.join(map(re.escape, given))})"]
     # As exclude_modules, which PEFT applies to every form of target_modules, "all-linear" too.
-    kept = rf"(?!{re.escape(decoder or '')}\.|{re.escape(head or '')}$).*"
+    kept = rf"(?!{re.escape(decoder)}\.|{re.escape(head or '')}$).*"
     lora = copy.deepcopy(lora)
     lora.exclude_modules = "|".join(f"({pattern})" for pattern in (kept, *own))
     return lora
@@ -378,21 +363,16 @@ class FusedLora:
     """
 
     def __init__(self, model: nn.Module, *, adapter: str | None, max_bytes: int = _MAX_FUSED_BYTES) -> None:
-        places = [
-            (parent, name, layer)
-            for parent in model.modules()
-            for name, layer in parent.named_children()
-            if isinstance(layer, Linear) and "forward" not in vars(layer) and is_plain(layer, adapter)
-        ]
-        weights = [layer.base_layer.weight for _, _, layer in places if adapter in layer.lora_A]
-        merges = (
-            all(each.dtype == torch.float32 for each in weights) and sum(each.nbytes for each in weights) <= max_bytes
-        )
-        replace = _merged if merges else _LowRank
-        self._places = [
-            (*place, replace(place[-1], adapter) if adapter in place[-1].lora_A else place[-1].base_layer)
-            for place in places
-        ]
+        layers = [layer for layer in model.modules() if isinstance(layer, Linear) and "forward" not in vars(layer)]
+        layers = [layer for layer in layers if is_plain(layer, adapter)]
+        weights = [layer.base_layer.weight for layer in layers if adapter in layer.lora_A]
+        in_float32 = all(each.dtype == torch.float32 for each in weights)
+        replace = _merged if in_float32 and sum(each.nbytes for each in weights) <= max_bytes else _LowRank
+        fused = {
+            id(layer): replace(layer, adapter) if adapter in layer.lora_A else layer.base_layer for layer in layers
+        }
+        children = ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())
+        self._places = [(*place, fused[id(place[-1])]) for place in children if id(place[-1]) in fused]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -436,11 +416,10 @@ class _LowRank(nn.Module):
 
     def __init__(self, layer: Any, adapter: str | None) -> None:
         super().__init__()
-        base, scaling = layer.base_layer, layer.scaling[adapter]
-        dtype = base.weight.dtype
-        self.base = base
+        self.base = layer.base_layer
+        dtype = self.base.weight.dtype
         self.down = layer.lora_A[adapter].weight.detach().to(dtype)
-        self.up = (layer.lora_B[adapter].weight.detach() * scaling).to(dtype).T
+        self.up = (layer.lora_B[adapter].weight.detach() * layer.scaling[adapter]).to(dtype).T
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.base(x)

@@ -81,11 +81,8 @@ def narrow_base_products(model: nn.Module) -> None:
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     wrong = [layer for layer in layers if not _fits(layer)]
     if wrong or not layers:
-        found = (
-            f"{len(wrong)} of them are not, such as one on {wrong[0].base_layer.weight.dtype}"
-            if wrong
-            else "there are none"
-        )
+        such = [f"{len(wrong)} of them are not, such as one on {layer.base_layer.weight.dtype}" for layer in wrong]
+        found = such[0] if such else "there are none"
         raise AdapterError(
             f"base_products='bfloat16' is for plain LoRA layers on float32 nn.Linear modules, and {found}. Load the base in "
             "float32 (dtype), without quantization, or leave base_products out."
@@ -100,9 +97,8 @@ def narrow_base_products(model: nn.Module) -> None:
 
 
 def _fits(layer: Any) -> bool:
-    return layer.base_layer.weight.dtype == torch.float32 and all(
-        is_plain(layer, name) for name in (None, *layer.lora_A)
-    )
+    is_float32 = layer.base_layer.weight.dtype == torch.float32
+    return is_float32 and all(is_plain(layer, name) for name in (None, *layer.lora_A))
 
 
 def _identity(weight: Tensor) -> tuple[int, int]:

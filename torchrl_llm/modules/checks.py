@@ -54,10 +54,8 @@ def declared_windows(config: Any) -> list[int]:
 def unusual_layers(lm: Any) -> str | None:
     """What some layers of a model keep instead of keys and values by position, for messages;
     ``None``: they all keep these."""
-    kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - {
-        "full_attention",
-        "sliding_attention",
-    }
+    layers = getattr(lm.config.get_text_config(), "layer_types", None) or ()
+    kinds = {*layers} - {"full_attention", "sliding_attention"}
     # `_is_stateful` is what transformers' own generate() goes by; nothing public says it.
     if getattr(lm, "_is_stateful", False) or kinds:
         return f"has layers that keep a state of another kind ({', '.join(sorted(kinds)) or 'recurrent'})"
@@ -231,13 +229,10 @@ def _gap(model: nn.Module, longest: int) -> float:
     In half precision it is the median over tokens: the experts of a mixture may tip over at one or
     another.
     """
-    lengths = torch.tensor([longest, max(longest // 2, 1), 2])
-    tokens = probe_ids(model, 3, longest)
-    batch = hidden_states(model, tokens, lengths)
-    gaps, largest = [], 0.0
-    for i, length in enumerate(lengths.tolist()):
-        alone = hidden_states(model, tokens[i : i + 1, :length])[0]
-        gaps.append((batch[i, :length] - alone).abs().amax(-1).float())
-        largest = max(largest, float(alone.abs().max()))
-    found = torch.cat(gaps)
+    lengths, tokens = [longest, max(longest // 2, 1), 2], probe_ids(model, 3, longest)
+    batch = hidden_states(model, tokens, torch.tensor(lengths))
+    alone = [hidden_states(model, tokens[i : i + 1, :length])[0] for i, length in enumerate(lengths)]
+    pairs = zip(batch, alone, strict=True)
+    found = torch.cat([(row[: len(own)] - own).abs().amax(-1).float() for row, own in pairs])
+    largest = max(float(own.abs().max()) for own in alone)
     return float(found.max() if is_full_precision(embedding_of(model).dtype) else found.median()) / (largest or 1.0)

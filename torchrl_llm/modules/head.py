@@ -109,7 +109,8 @@ class _HeadScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.factor, ctx.temperature, ctx.chunk_size, ctx.dtype = factor, temperature, chunk_size, hidden.dtype
-        head, parts, kept = LinearHead(weight, bias, factor), [], None
+        none = hidden.new_empty(0, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        head, parts, kept = LinearHead(weight, bias, factor), [(none, none, none)], None
         for start in range(0, len(hidden), chunk_size):
             part = slice(start, start + chunk_size)
             logits = head.logits(hidden[part])
@@ -124,16 +125,10 @@ class _HeadScores(torch.autograd.Function):
             log_probs = torch.log_softmax(logits, -1, out=logits)
             log_prob = log_probs.gather(-1, target)
             normalizer = (at_target - log_prob).squeeze(-1) if normalizer is None else normalizer
-            kept = (
-                log_probs if len(hidden) <= chunk_size else None
-            )  # an only chunk is cheaper to keep than to make again
+            # An only chunk is cheaper to keep than to make again.
+            kept = log_probs if len(hidden) <= chunk_size else None
             parts.append((log_prob.squeeze(-1), _entropy(log_probs) if entropy else normalizer, normalizer))
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        log_prob, entropies, normalizer = (
-            (torch.cat(part) for part in zip(*parts, strict=True))
-            if parts
-            else (hidden.new_empty(0, dtype=wide) for _ in range(3))
-        )
+        log_prob, entropies, normalizer = map(torch.cat, zip(*parts, strict=True))
         if places is not None:
             log_prob = log_prob.masked_fill(log_prob < _NEVER / 2, -torch.inf)
         ctx.save_for_backward(hidden, weight, bias, targets, places, ids, normalizer, entropies, kept)
@@ -149,10 +144,8 @@ class _HeadScores(torch.autograd.Function):
         scale = ctx.factor / ctx.temperature
         of_log_prob = torch.zeros_like(normalizer) if of_log_prob is None else of_log_prob * scale
         of_entropy = None if of_entropy is None else of_entropy * scale
-        grads = [
-            torch.zeros_like(x) if needed else None
-            for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
-        ]
+        inputs_needed = zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        grads = [torch.zeros_like(x) if needed else None for x, needed in inputs_needed]
         grad_hidden, grad_weight, grad_bias = grads
         head = LinearHead(weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype), ctx.factor)
         for start in range(0, len(hidden), ctx.chunk_size):
@@ -189,24 +182,17 @@ def _entropy(log_probs: Tensor) -> Tensor:
 
 
 def _grad_logits(
-    log_probs: Tensor,
-    targets: Tensor,
-    of_log_prob: Tensor,
-    entropies: Tensor,
-    of_entropy: Tensor | None,
-    *,
-    keep: bool,
+    log_probs: Tensor, targets: Tensor, of_log_prob: Tensor, entropies: Tensor, of_entropy: Tensor | None, *, keep: bool
 ) -> Tensor:
     """The gradient ``[m, V]`` of the logits; all others ``[m, 1]``. In the memory of ``log_probs``,
     unless they are to be kept."""
+    exp = torch.exp if keep else torch.exp_
     if of_entropy is None:
-        grad = (log_probs.exp() if keep else log_probs.exp_()).mul_(-of_log_prob)
+        grad = exp(log_probs).mul_(-of_log_prob)
     else:
         # -p (g_l + g_H (log p + H)), by one sum for all that is the same along a row.
         constant = -(of_log_prob + of_entropy * entropies)
-        grad = torch.addcmul(constant, log_probs, of_entropy, value=-1).mul_(
-            log_probs.exp() if keep else log_probs.exp_()
-        )
+        grad = torch.addcmul(constant, log_probs, of_entropy, value=-1).mul_(exp(log_probs))
     return grad.scatter_add_(-1, targets, of_log_prob)
 
 

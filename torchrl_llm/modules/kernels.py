@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,13 +113,11 @@ class Numerics:
     float32_matmul_precision: str | None = None
     deterministic: bool = False
 
-    @contextmanager
-    def products(self) -> Iterator[None]:
+    def products(self) -> AbstractContextManager[None]:
         """Inside, float32 products have the precision. For sampling and learning alike, whose
         log-probs are compared."""
         precision = self.float32_matmul_precision
-        with nullcontext() if precision is None else float32_products(precision):
-            yield
+        return nullcontext() if precision is None else float32_products(precision)
 
     @contextmanager
     def learning(self) -> Iterator[None]:

@@ -147,11 +147,8 @@ def _check_mergeable(lm: Any, layers: dict[str, Any], adapter: str | None) -> No
             "call load_pretrained then), or let the engine serve the adapter."
         )
     ends = lm.get_input_embeddings(), lm.get_output_embeddings()
-    changed = [
-        name
-        for name, layer in layers.items()
-        if any(layer is end for end in ends) and adapter in available_adapters(layer)
-    ]
+    wrapped = {name: layer for name, layer in layers.items() if any(layer is end for end in ends)}
+    changed = [name for name, layer in wrapped.items() if adapter in available_adapters(layer)]
     if changed and lm.config.get_text_config().tie_word_embeddings:
         raise WeightsError(
             f"The adapter {adapter!r} changes {changed}, whose weights are tied (tie_word_embeddings): merged, it would "

@@ -89,9 +89,8 @@ class PlayerPolicy(TurnPolicy):
         places = zip(contexts, episode_id.tolist(), turn.tolist(), strict=True)
         answers = [torch.tensor(self._answer_to(*place)) for place in places]
         tokens = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True)
-        tokens = torch.nn.functional.pad(tokens, (0, self.sampling.max_output_tokens - tokens.shape[1])).to(
-            prompt.device
-        )
+        missing = self.sampling.max_output_tokens - tokens.shape[1]
+        tokens = torch.nn.functional.pad(tokens, (0, missing)).to(prompt.device)
         sizes = torch.tensor([len(answer) for answer in answers], device=prompt.device)
         version = self.policy_version if self.trained is None else self.trained.policy_version
         unknown = torch.full(tokens.shape, float("nan"), device=prompt.device)

@@ -132,12 +132,8 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
         one call of :meth:`generate` for all that is sampled, and one for all that is greedy.
         """
         queue, self._queue = self._queue, []
-        return [
-            answer
-            for greedy in (False, True)
-            if (requests := [request for request in queue if request.greedy is greedy])
-            for answer in self._answer(requests, greedy=greedy)
-        ]
+        batches = {greedy: [request for request in queue if request.greedy is greedy] for greedy in (False, True)}
+        return [answer for greedy, batch in batches.items() if batch for answer in self._answer(batch, greedy=greedy)]
 
     @torch.no_grad()
     def _answer(self, requests: list[TurnRequest], *, greedy: bool) -> list[TurnResponse]:

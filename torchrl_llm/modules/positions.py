@@ -67,6 +67,15 @@ class ActionPositions(NamedTuple):
         return self.columns - starts[self.rows, self.columns]
 
 
+_FAULTS = (
+    "attention_mask has a zero before a one: rows are right-padded. Move the padding to the right.",
+    "attention_mask has a row without any token. Drop empty rows before scoring.",
+    "turn_ids marks the first token of a row as an action, but no token precedes it. Rows start with a prompt.",
+    "turn_ids marks padding as an action (turn_ids >= 0 where attention_mask is 0). Off-action entries must be -1.",
+)
+"""What :func:`action_positions` looks for, in its order."""
+
+
 def action_positions(attention_mask: Tensor, turn_ids: Tensor) -> ActionPositions:
     """Find the action tokens of right-padded rows.
 
@@ -91,22 +100,11 @@ def action_positions(attention_mask: Tensor, turn_ids: Tensor) -> ActionPosition
     mask, actions = attention_mask.bool(), turn_ids >= 0
     lengths = mask.sum(-1)
     places = torch.arange(mask.shape[1], device=mask.device)
-    faults = {
-        "attention_mask has a zero before a one: rows are right-padded. Move the padding to the right.": (
-            mask != (places < lengths.unsqueeze(-1))
-        ),
-        "attention_mask has a row without any token. Drop empty rows before scoring.": lengths == 0,
-        "turn_ids marks the first token of a row as an action, but no token precedes it. Rows start with a prompt.": (
-            actions[:, :1]
-        ),
-        "turn_ids marks padding as an action (turn_ids >= 0 where attention_mask is 0). Off-action entries must be -1.": (
-            actions & ~mask
-        ),
-    }
+    faults = mask != (places < lengths.unsqueeze(-1)), lengths == 0, actions[:, :1], actions & ~mask
     # One synchronization with the accelerator for all numbers that Python needs.
     largest = [lengths.amax(), torch.where(actions, places, 0).amax()]
-    longest, last_action, *found = torch.stack([*largest, *(fault.any() for fault in faults.values())]).tolist()
-    for message, fault in zip(faults, found, strict=True):
+    longest, last_action, *found = torch.stack([*largest, *(fault.any() for fault in faults)]).tolist()
+    for message, fault in zip(_FAULTS, found, strict=True):
         if fault:
             raise RowError(message)
     rows, columns = actions.nonzero(as_tuple=True)

@@ -14,6 +14,7 @@ import re
 import sys
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,27 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 from transformers.masking_utils import sdpa_mask
 
-from torchrl_llm.modules.checks import (
-    FAILURES,
-    LONGEST_TRIED,
-    declared_windows,
-    name_of,
-    probe_ids,
-    probe_lengths,
-    unusual_layers,
-)
+from torchrl_llm.modules import checks, lm
 from torchrl_llm.modules.kernels import attention_kernels, float32_products
-from torchrl_llm.modules.lm import (
-    backbone,
-    causal_lm,
-    checkpointing,
-    embedding_of,
-    hidden_states,
-    is_checkpointed,
-    is_full_precision,
-    moving_ropes,
-    training_flags,
-)
 from torchrl_llm.modules.prefixes import PrefixCost, PrefixPlan, plan_prefixes
 from torchrl_llm.modules.stage_attention import StageMask, masked_attention
 
@@ -113,60 +95,59 @@ def enable_prefix_sharing(model: nn.Module) -> PrefixSharing | None:
     Returns:
         ``None``, with a line in the log that says why, for models that do not support it.
     """
-    lm = causal_lm(model)
-    problem = _problem(lm)
+    causal = lm.causal_lm(model)
+    problem = _problem(causal)
     if problem is None:
         # transformers 5 has a public setter of the implementation, and no public getter.
-        before = lm.config._attn_implementation
+        before = causal.config._attn_implementation
         try:
             problem = _try(model)
             if problem is None:
-                return _sharing(lm.config.get_text_config())
-        except FAILURES as error:
+                return _sharing(causal.config.get_text_config())
+        except checks.FAILURES as error:
             problem = str(error)
-        lm.set_attn_implementation(before)
-    logger.warning("%s computes every row by itself, also what rows share: %s.", name_of(lm), problem)
+        causal.set_attn_implementation(before)
+    logger.warning("%s computes every row by itself, also what rows share: %s.", checks.name_of(causal), problem)
     return None
 
 
 def _sharing(config: Any) -> PrefixSharing:
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    size, heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    untried = [window for window in declared_windows(config) if window > LONGEST_TRIED]
-    return PrefixSharing(
-        config.hidden_size, kv_heads * head_dim / config.hidden_size, min(untried, default=float("inf"))
-    )
+    untried = [window for window in checks.declared_windows(config) if window > checks.LONGEST_TRIED]
+    return PrefixSharing(size, kv_heads * head_dim / size, min(untried, default=float("inf")))
 
 
-def _problem(lm: Any) -> str | None:
+def _problem(causal: Any) -> str | None:
     """Why a model cannot share prefixes, as far as its configuration and its code tell."""
-    attention = backbone(lm).config._attn_implementation
+    decoder = lm.backbone(causal)
+    attention = decoder.config._attn_implementation
     if attention not in ("sdpa", ATTENTION):
         return f"its attention is {attention!r}, and not 'sdpa'"
-    if moving_ropes(backbone(lm)):
+    if lm.moving_ropes(decoder):
         return "the frequencies of its positions depend on a row's length"
     try:
-        code = inspect.getsource(sys.modules[type(backbone(lm)).__module__])
+        code = inspect.getsource(sys.modules[type(decoder).__module__])
     except (OSError, TypeError):  # a class of a notebook or of an interpreter
         return "its code, which may ask for the name of its attention, cannot be read"
     if re.search(r"_attn_implementation\s*(?:==|!=|(?:not )?in\b)[^\n]*sdpa", code):
         return "its code does something else where its attention is not called 'sdpa'"
-    return unusual_layers(lm)
+    return checks.unusual_layers(causal)
 
 
 @torch.no_grad()
 def _try(model: nn.Module) -> str | None:
     """Give a model its new attention, and say how it then fails to compute what it did."""
-    lm = causal_lm(model)
-    with training_flags(lm.modules(), False), float32_products("highest"):
-        lengths = probe_lengths(lm.config.get_text_config())
-        expected = [_probe_states(model, length) for length in lengths]
-        lm.set_attn_implementation(ATTENTION)
-        if backbone(model).config._attn_implementation != ATTENTION:
+    causal = lm.causal_lm(model)
+    with lm.training_flags(causal.modules(), False), float32_products("highest"):
+        probes = [_probe_rows(model, length) for length in checks.probe_lengths(causal.config.get_text_config())]
+        expected = [lm.hidden_states(model, tokens) for tokens, _ in probes]
+        causal.set_attn_implementation(ATTENTION)
+        if lm.backbone(model).config._attn_implementation != ATTENTION:
             return "transformers cannot change its attention"
-        gap = max(_gap(model, length, states) for length, states in zip(lengths, expected, strict=True))
-    limit = 1e-3 if is_full_precision(embedding_of(model).dtype) else 5e-2
+        gap = max(_gap(model, *probe, states) for probe, states in zip(probes, expected, strict=True))
+    limit = 1e-3 if lm.is_full_precision(lm.embedding_of(model).dtype) else 5e-2
     return None if gap <= limit else f"its states would differ by {gap:.2g}"
 
 
@@ -181,10 +162,8 @@ class PrefixTree:
 
     def __init__(self, plan: PrefixPlan, device: torch.device, *, recomputed: bool = False) -> None:
         self.plan, self.recomputed = plan, recomputed
-        self.tokens, self.positions, self.places, *self.keys = (
-            torch.from_numpy(x).to(device)
-            for x in (plan.tokens, plan.positions, plan.places, *(stage.keys.ravel() for stage in plan.stages))
-        )
+        arrays = plan.tokens, plan.positions, plan.places, *(stage.keys.ravel() for stage in plan.stages)
+        self.tokens, self.positions, self.places, *self.keys = (torch.from_numpy(x).to(device) for x in arrays)
         self._masks: dict[tuple[Any, ...], StageMask] = {}
 
     def mask(self, stage: int, groups: int, window: int | None, dtype: torch.dtype) -> StageMask:
@@ -225,9 +204,9 @@ def row_states(model: nn.Module, tokens: Tensor, lengths: Tensor, sharing: Prefi
     if sharing is not None and len(tokens) > 1 and tokens.shape[1] <= sharing.max_length:
         plan = plan_prefixes(tokens.cpu().numpy(), lengths.cpu().numpy(), sharing.cost(tokens.device))
         if plan is not None:
-            tree = PrefixTree(plan, tokens.device, recomputed=is_checkpointed(model))
+            tree = PrefixTree(plan, tokens.device, recomputed=lm.is_checkpointed(model))
             return RowStates(tree_states(model, tree), tree.places, repeats=True)
-    hidden = hidden_states(model, tokens, lengths)
+    hidden = lm.hidden_states(model, tokens, lengths)
     places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
     return RowStates(hidden.flatten(0, 1), places, repeats=False)
 
@@ -239,22 +218,18 @@ def tree_states(model: nn.Module, tree: PrefixTree) -> Tensor:
         RuntimeError: the model's attention is not :data:`ATTENTION` any more, and would see the
             rows as one.
     """
-    decoder = backbone(model)
+    decoder = lm.backbone(model)
     if decoder.config._attn_implementation != ATTENTION:
         raise RuntimeError(
-            f"The attention of {name_of(decoder)} is {decoder.config._attn_implementation!r}; expected {ATTENTION!r}, which "
+            f"The attention of {checks.name_of(decoder)} is {decoder.config._attn_implementation!r}; expected {ATTENTION!r}, which "
             "enable_prefix_sharing() sets: it was changed since. Call enable_prefix_sharing() again, or set prefixes=None."
         )
     # transformers makes no mask where it gets one of four dimensions.
     no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tree.tokens.device)
-    with checkpointing(decoder), attention_kernels():
-        return decoder(
-            input_ids=tree.tokens.unsqueeze(0),
-            position_ids=tree.positions.unsqueeze(0),
-            attention_mask=no_mask,
-            use_cache=False,
-            prefix_tree=tree,
-        ).last_hidden_state[0]
+    ids, positions = tree.tokens.unsqueeze(0), tree.positions.unsqueeze(0)
+    with lm.checkpointing(decoder), attention_kernels():
+        out = decoder(input_ids=ids, position_ids=positions, attention_mask=no_mask, use_cache=False, prefix_tree=tree)
+    return out.last_hidden_state[0]
 
 
 def prefix_attention(
@@ -289,8 +264,7 @@ def prefix_attention(
         else:
             mask = prefix_tree.mask(index, groups, sliding_window, dtype)
             sources, own = ((key, value), prefix_tree.keys[index]) if start else ((key[span], value[span]), None)
-            out = masked_attention(q, sources, own, mask, scaling=scaling, recomputed=prefix_tree.recomputed)
-            parts.append(out)
+            parts.append(masked_attention(q, sources, own, mask, scaling=scaling, recomputed=prefix_tree.recomputed))
     return torch.cat(parts).unsqueeze(0), None
 
 
@@ -306,7 +280,7 @@ def _computed_in(query: Tensor) -> torch.dtype:
 def _takes_groups(key: Tensor, value: Tensor, groups: int, dtype: torch.dtype) -> bool:
     """Whether a kernel without a mask takes fewer keys than queries. CUDA's for float32 does not:
     PyTorch would fall back to one whose memory grows with the square of the tokens."""
-    return groups == 1 or (use_gqa_in_sdpa(None, key, value) and not (key.is_cuda and is_full_precision(dtype)))
+    return groups == 1 or (use_gqa_in_sdpa(None, key, value) and not (key.is_cuda and lm.is_full_precision(dtype)))
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -323,32 +297,26 @@ def _probe_rows(model: nn.Module, longest: int) -> tuple[Tensor, list[int]]:
     """Eight rows ``[8, longest]`` that fork from the first, or from one of its branches, and the
     columns where they do."""
     forks = [longest] + [longest // 2] * 4 + [longest - 1] * 3
-    tokens = probe_ids(model, 1, longest).repeat(8, 1)
+    tokens = checks.probe_ids(model, 1, longest).repeat(8, 1)
     for row, fork in enumerate(forks):
         if row > 4:
             tokens[row] = tokens[4]
-        tokens[row, fork:] = (tokens[row, fork:] + row) % embedding_of(model).shape[0]
+        tokens[row, fork:] = (tokens[row, fork:] + row) % lm.embedding_of(model).shape[0]
     return tokens, forks
 
 
-def _probe_states(model: nn.Module, longest: int) -> Tensor:
-    tokens, _ = _probe_rows(model, longest)
-    return hidden_states(model, tokens, torch.full((8,), longest))
-
-
-def _gap(model: nn.Module, longest: int, expected: Tensor) -> float:
+def _gap(model: nn.Module, tokens: Tensor, forks: list[int], expected: Tensor) -> float:
     """The difference of the states of the probe's rows, behind their forks, with a tree; as a share
     of the largest state."""
-    tokens, forks = _probe_rows(model, longest)
     free = PrefixCost(stage=0, context=0, key=0)
-    plan = plan_prefixes(tokens.cpu().numpy(), torch.full((8,), longest).numpy(), free)
+    plan = plan_prefixes(tokens.cpu().numpy(), np.full(len(tokens), tokens.shape[1]), free)
     if plan is None:
         return 0.0
     tree = PrefixTree(plan, tokens.device)
     gaps = (tree_states(model, tree)[tree.places] - expected).abs().amax(-1).float()
     branches = torch.stack([gaps[row, fork:].amax() for row, fork in enumerate(forks) if row])
     # In half precision the experts of a mixture may tip over in one branch or another.
-    found = branches.max() if is_full_precision(embedding_of(model).dtype) else branches.median()
+    found = branches.max() if lm.is_full_precision(lm.embedding_of(model).dtype) else branches.median()
     return float(found / expected.abs().max())
 
 

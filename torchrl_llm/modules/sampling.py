@@ -18,18 +18,7 @@ import transformers
 from torch import Tensor
 
 from torchrl_llm.stops import response_end_ids
-from torchrl_llm.utils.options import (
-    Checked,
-    ConfigError,
-    Count,
-    MinP,
-    Natural,
-    Positive,
-    PositiveShare,
-    Temperature,
-    brief,
-    brief_repr,
-)
+from torchrl_llm.utils import options
 
 _BLOCK = {"cpu": 2**19}
 """Logits of the rows that are sampled from at a time, by kind of device. On a CPU their float64
@@ -39,7 +28,7 @@ _LARGE_BLOCK = 2**26  # of other devices, whose allocators keep memory: 512 MiB 
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingConfig(Checked):
+class SamplingConfig(options.Checked):
     """How responses are sampled. Complete: nothing is inherited from a model's
     ``generation_config``.
 
@@ -54,19 +43,19 @@ class SamplingConfig(Checked):
         True
     """
 
-    temperature: Temperature = 1.0
+    temperature: options.Temperature = 1.0
     """Divides the logits; > 0 (greedy decoding is TorchRL's ``ExplorationType.DETERMINISTIC``)."""
-    top_k: Natural = 0
+    top_k: options.Natural = 0
     """Keep the ``top_k`` likeliest tokens; 0 keeps all."""
-    top_p: PositiveShare = 1.0
+    top_p: options.PositiveShare = 1.0
     """Keep the smallest set of tokens with at least this mass; 1.0 keeps all."""
-    min_p: MinP = 0.0
+    min_p: options.MinP = 0.0
     """Drop tokens less likely than ``min_p`` times the likeliest; 0.0 keeps all."""
-    repetition_penalty: Positive = 1.0
+    repetition_penalty: options.Positive = 1.0
     """As in CTRL (Keskar et al., 2019), over the whole context; 1.0 is off."""
-    min_output_tokens: Natural = 0
+    min_output_tokens: options.Natural = 0
     """Stop ids cannot be sampled before this many tokens of the response."""
-    max_output_tokens: Count = 64
+    max_output_tokens: options.Count = 64
     """A response is cut after this many tokens; the width ``A`` of the response keys."""
     stop_ids: tuple[int, ...] | None = None
     """Ids that end a response. They are part of its tokens, and not of the text that an environment
@@ -74,13 +63,13 @@ class SamplingConfig(Checked):
     template's end-of-turn id, the tokenizer's EOS id and the model's own end tokens. An empty
     tuple: responses end at ``max_output_tokens`` only."""
 
-    __repr__ = brief_repr
+    __repr__ = options.brief_repr
 
     def __post_init__(self) -> None:
         if isinstance(self.stop_ids, list):  # of YAML and JSON
             object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
         if self.min_output_tokens > self.max_output_tokens:
-            raise ConfigError(
+            raise options.ConfigError(
                 f"min_output_tokens is {self.min_output_tokens}; expected at most max_output_tokens={self.max_output_tokens}."
             )
 
@@ -120,8 +109,8 @@ def decide_stop_ids(
             )
     strange = [i for i in found if not 0 <= i < vocabulary]
     if strange:
-        raise ConfigError(
-            f"stop_ids {brief(strange)} are not ids of the model, whose vocabulary has {vocabulary} tokens."
+        raise options.ConfigError(
+            f"stop_ids {options.brief(strange)} are not ids of the model, whose vocabulary has {vocabulary} tokens."
         )
     return replace(sampling, stop_ids=found)
 
@@ -267,10 +256,8 @@ def turn_noise(*, seed: int, episode_id: Sequence[int], turn: Sequence[int], wid
         True
     """
     # PCG64 by name: what default_rng uses may change with NumPy, and with it every episode.
-    rows = [
-        np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, episode, t)))).random(width)
-        for episode, t in zip(episode_id, turn, strict=True)
-    ]
+    seeds = [(seed, episode, t) for episode, t in zip(episode_id, turn, strict=True)]
+    rows = [np.random.Generator(np.random.PCG64(each)).random(width) for each in seeds]
     return torch.from_numpy(np.stack(rows))
 
 

@@ -6,6 +6,7 @@ Values are computed by the critic, losses and ratios by the objectives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -178,16 +179,14 @@ class TokenScorer(RowModule):
             score = partial(head_scores, temperature=float(self.sampling.temperature), held_back=held_back)
             return [*score(hidden, targets, head, entropy=self.entropy, chunk_size=chunk_size)]
         chunks = [x.split(chunk_size) for x in (hidden, targets, early.bool())]
-        parts = []
-        for chunk in zip(*chunks, strict=True):
-            # One chunk is not recomputed: backward would make its logits again, at the same size.
-            if len(chunks[0]) > 1 and torch.is_grad_enabled():
-                # The head may be adapted too, and backward may run under another adapter.
-                context_fn = lambda: recompute_contexts(self.model)  # noqa: E731
-                # The reentrant variant takes no context_fn.
-                parts.append(checkpoint(self._score_chunk, *chunk, use_reentrant=False, context_fn=context_fn))
-            else:
-                parts.append(self._score_chunk(*chunk))
+        score_chunk: Callable[..., tuple[Tensor, ...]] = self._score_chunk
+        # One chunk is not recomputed: backward would make its logits again, at the same size.
+        if len(chunks[0]) > 1 and torch.is_grad_enabled():
+            # The head may be adapted too, and backward may run under another adapter.
+            context_fn = partial(recompute_contexts, self.model)
+            # The reentrant variant takes no context_fn.
+            score_chunk = partial(checkpoint, score_chunk, use_reentrant=False, context_fn=context_fn)
+        parts = [score_chunk(*chunk) for chunk in zip(*chunks, strict=True)]
         return [torch.cat(part) for part in zip(*parts, strict=True)]
 
     def _score_chunk(self, hidden: Tensor, targets: Tensor, early: Tensor) -> tuple[Tensor, ...]:

@@ -111,11 +111,7 @@ def read_adapter(path: Path) -> Adapter:
         WeightsError: the folder does not hold one.
     """
     if not holds_adapter(path):
-        whole = (
-            " It holds the weights of a whole model: pass it as the model (model_path) instead."
-            if has_weights(path)
-            else ""
-        )
+        whole = " It holds the weights of a whole model: pass it as the model (model_path) instead." * has_weights(path)
         raise WeightsError(f"{path} holds no LoRA adapter: it has no {_CONFIG}.{whole}")
     try:
         config = PeftConfig.from_pretrained(str(path))
@@ -283,10 +279,7 @@ def _merged_config(model: PeftModel, found: Mapping[str, Adapter]) -> LoraConfig
 def _rebuild(model: PeftModel, config: LoraConfig) -> None:
     """Give every adapter of ``model`` the settings ``config``, which cover its own, and leave its
     function."""
-    before = {
-        name: Adapter(model.peft_config[name], {key: x.clone() for key, x in adapter_of(model, name).tensors.items()})
-        for name in model.peft_config
-    }
+    before = {name: copy.deepcopy(adapter_of(model, name)) for name in model.peft_config}
     trained = [name for name in before if trainable_parameters(model, name)]
     active, spare = model.active_adapter, "spare"
     with torch.random.fork_rng(devices=[]):
@@ -362,12 +355,12 @@ def _check_base(model: PeftModel, found: Adapter, live: Adapter, path: Path, *, 
         theirs, ours = (factors["A"].shape[1], factors["B"].shape[0]), _sizes(modules[name])
         if ours not in (None, theirs):
             raise AdapterError(f"{what}: {name!r} has sizes {theirs} there, {ours} here.")
+
     # Factors may differ under different settings, anything else (modules_to_save) never.
-    fixed = [
-        {name: x for name, x in each.tensors.items() if equal_settings or not _FACTOR.fullmatch(name)}
-        for each in (found, live)
-    ]
-    check_shapes(fixed[0], fixed[1], what, AdapterError)
+    def fixed(adapter: Adapter) -> dict[str, Tensor]:
+        return {name: x for name, x in adapter.tensors.items() if equal_settings or not _FACTOR.fullmatch(name)}
+
+    check_shapes(fixed(found), fixed(live), what, AdapterError)
 
 
 def _sizes(module: Any) -> tuple[int, int] | None:

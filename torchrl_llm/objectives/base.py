@@ -33,7 +33,10 @@ KLPlace = Literal["loss", "reward"]
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TurnLossOptions(Checked):
-    """Options of every loss: which tokens count how much, and the entropy bonus."""
+    """Options of every loss: which tokens count how much, and the entropy bonus.
+
+    The first paragraph of an option's docstring is its line in ``--help`` and in tables.
+    """
 
     idle: ClassVar[tuple[Idle, ...]] = (
         Idle(("weight_constant",), {"weighting": ("token", "turn", "sequence")}, 'set weighting to "constant"'),
@@ -41,13 +44,23 @@ class TurnLossOptions(Checked):
     )
 
     weighting: F.WeightKind = "token"
-    """What counts equally in the loss: "token", "turn", "sequence", or "constant"."""
+    """What counts equally in the loss: "token", "turn", "sequence", or "constant".
+
+    See :func:`~torchrl_llm.functional.loss_weights`.
+    """
     weight_constant: Positive | None = None
     """Tokens per episode of weighting="constant"."""
     entropy_coeff: NonNegative = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus.
+
+    Not 0 needs an actor that writes ``"entropy"``.
+    """
     entropy_target: Positive | None = None
-    """Entropy of a token, in nats, up to which the bonus pays for it; None sets no bound."""
+    """Entropy of a token, in nats, up to which the bonus pays for it; None sets no bound.
+
+    Without one the bonus pays without bound for noise in the text. A trainer lowers it during a run
+    (``min_entropy_fraction``).
+    """
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -76,14 +89,7 @@ class TurnLoss(TurnLossOptions, RowReader, LossModule):
     Keyword Args:
         estimator: of the advantages, an instance or a class, see :meth:`make_value_estimator`.
             Default: ``default_value_estimator``, the algorithm's own.
-        weighting: what counts equally in the loss, see
-            :func:`~torchrl_llm.functional.loss_weights`. Default: ``"token"``.
-        weight_constant: tokens per episode of ``weighting="constant"``.
-        entropy_coeff: weight of the entropy bonus; not 0 needs an actor that writes ``"entropy"``.
-            Default: 0.0.
-        entropy_target: the entropy of a token, in nats, counts up to this in the bonus, which else
-            pays without bound for noise in the text. A trainer lowers it during a run
-            (``min_entropy_fraction``). Default: ``None``, without bound.
+        **options: of :class:`TurnLossOptions`.
     """
 
     @dataclass

@@ -39,8 +39,7 @@ class LLMGRPOLoss(GRPOOptions, TurnPolicyLoss):
 
     Keyword Args:
         estimator: Default: :class:`~torchrl_llm.objectives.GroupRelative`.
-        kl_coeff: weight of the KL to the reference. Default: 5e-4.
-        **options: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
+        **options: those of :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
     """
 
     default_value_estimator = GroupRelative

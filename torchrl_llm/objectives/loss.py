@@ -44,26 +44,54 @@ class PolicyLossOptions(TurnLossOptions):
     )
 
     clipping: Clipping = "ppo"
-    """The objective: "ppo", "cispo" (every token keeps its gradient), or "none"."""
+    """The objective: "ppo", "cispo" (every token keeps its gradient), or "none".
+
+    ``"ppo"`` takes the gradient from a token whose ratio has left the bounds; ``"cispo"`` bounds
+    the ratio as a weight; ``"none"`` is the plain importance-weighted objective.
+    """
     clip_epsilon: NonNegative | tuple[NonNegative, NonNegative] = 0.2
     """How far the ratio may move from 1, one number or [low, high]."""
     dual_clip: Ratio | None = None
     """Ratio beyond which a negative advantage has no gradient either ("ppo"); None is off."""
     ratio_level: F.RatioLevel = "token"
-    """Importance ratio per "token", "turn" or "sequence"."""
+    """Importance ratio per "token", "turn" or "sequence".
+
+    The unit has one ratio, and is clipped as one.
+    """
     ratio_reduction: F.RatioReduction = "mean"
     """A unit's log-ratio is the "sum" of its tokens' or their "mean"."""
     unit_weight: UnitWeight = "by_tokens"
-    """A unit counts "by_tokens", or all units are "equal"."""
+    """A unit counts "by_tokens", or all units are "equal".
+
+    By tokens it counts with the sum of its tokens' weights; with one token's under
+    ``ratio_reduction="sum"``. Equal are those of GSPO, and of other libraries' turn-level clip.
+    """
     kl_coeff: NonNegative = 0.0
-    """Weight of the KL to the reference model (AgileRL's beta); 0 needs no reference."""
+    """Weight of the KL to the reference model (AgileRL's beta); 0 needs no reference.
+
+    A trainer can lower it during a run (``kl_decay_fraction``).
+    """
     kl_kind: F.KLKind = "k3"
-    """The KL in the loss: "k3" or "k2"."""
+    """The KL in the loss: "k3" or "k2".
+
+    ``"k3"`` has the forward KL's gradient, ``"k2"`` the reverse KL's; ``"k1"``, whose gradient is
+    zero in expectation, is refused. The term carries the (detached) ratio, so that it stays correct
+    after the first epoch.
+    """
     kl_in: KLPlace = "loss"
-    """The KL in the "loss" or in the "reward"."""
+    """The KL in the "loss" or in the "reward".
+
+    In the reward, the estimator subtracts it.
+    """
     sampler_correction: F.SamplerCorrection | None = None
     """For samplers whose log-probs are not the trainer's: "truncate", "mask" or "reject"; None is
-    off."""
+    off.
+
+    Corrects objective and KL (Yao et al., 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training"), by weights of ``w = old / sample``: to ``min(w, cap)``, to 0 where
+    ``w`` is out of bounds, or 1 or 0; see :func:`~torchrl_llm.functional.sampler_weights`. Needs
+    ``"old_log_prob"``: without it the ratio is taken against the sampler itself.
+    """
     sampler_bounds: Bound | tuple[Bound, Bound] | None = None
     """The correction's cap ("truncate"), or [low, high]."""
     sampler_level: F.RatioLevel = "token"
@@ -100,37 +128,7 @@ class TurnPolicyLoss(PolicyLossOptions, TurnLoss):
         actor: see :class:`~torchrl_llm.objectives.TurnLoss`.
 
     Keyword Args:
-        clipping: ``"ppo"`` takes the gradient from a token whose ratio has left the bounds;
-            ``"cispo"`` bounds the ratio as a weight and keeps every token's gradient; ``"none"`` is
-            the plain importance-weighted objective. Default: ``"ppo"``.
-        clip_epsilon: how far the ratio may move from 1: a float, or ``(low, high)``. Default: 0.2.
-        dual_clip: with ``clipping="ppo"``, the ratio beyond which a negative advantage has no
-            gradient either, such as 3.0; ``None`` is off. Default: ``None``.
-        ratio_level: the unit that has one ratio and is clipped as one: ``"token"``, ``"turn"`` or
-            ``"sequence"``. Default: ``"token"``.
-        ratio_reduction: a unit's log-ratio is the ``"sum"`` of its tokens' or their ``"mean"``.
-            Default: ``"mean"``.
-        unit_weight: a unit counts ``"by_tokens"`` (with the sum of its tokens' weights; with one
-            token's under ``ratio_reduction="sum"``), or all units are ``"equal"``: GSPO, other
-            libraries' turn-level clip. Default: ``"by_tokens"``.
-        kl_coeff: weight of the KL to the reference policy; 0 is off. A trainer can lower it during
-            a run (``kl_decay_fraction``). Default: 0.0.
-        kl_kind: the KL in the loss: ``"k3"`` has the forward KL's gradient, ``"k2"`` the reverse
-            KL's; ``"k1"``, whose gradient is zero in expectation, is refused. The term carries the
-            (detached) ratio, so that it stays correct after the first epoch. Default: ``"k3"``.
-        kl_in: ``"loss"``, or ``"reward"``: the estimator subtracts it. Default: ``"loss"``.
-        sampler_correction: corrects objective and KL for an engine whose log-probs are not the
-            trainer's (Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy
-            RL training"), by weights of ``w = old / sample``: ``"truncate"`` to ``min(w, cap)``,
-            ``"mask"`` to 0 where ``w`` is out of bounds, or ``"reject"``: 1 or 0; see
-            :func:`~torchrl_llm.functional.sampler_weights`. Needs ``"old_log_prob"``: without it
-            the ratio is taken against the sampler itself. Default: ``None``.
-        sampler_bounds: the cap of ``"truncate"``, ``(low, high)`` of ``"mask"`` and ``"reject"``.
-        sampler_level, sampler_reduction: the same as ``ratio_level`` and ``ratio_reduction``, of
-            ``w``. Defaults: ``"token"``, ``"sum"``.
-        estimator, weighting, weight_constant, entropy_coeff, entropy_target: see
-            :class:`~torchrl_llm.objectives.TurnLoss`. ``unit_weight="equal"`` decides
-            ``weighting``.
+        **options: of :class:`PolicyLossOptions`. ``unit_weight="equal"`` decides ``weighting``.
 
     Examples:
         >>> from tensordict import TensorDict

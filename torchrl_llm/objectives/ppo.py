@@ -49,12 +49,9 @@ class LLMPPOLoss(PPOOptions, TurnPolicyLoss):
             then calls it and neither of the two. Default: ``None``.
 
     Keyword Args:
-        critic_coeff: weight of the critic's term. Default: 0.5.
-        clip_value: how far the value may move from the estimator's; ``None`` or 0 is off.
-            Default: 0.2.
         estimator: Default: :class:`~torchrl_llm.objectives.TurnGAE`.
-        kl_coeff: weight of the KL to the reference. Default: 0.01.
-        **options: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
+        **options: of :class:`PPOOptions`, which are those of
+            :class:`~torchrl_llm.objectives.TurnPolicyLoss` and further ones.
     """
 
     default_value_estimator = TurnGAE

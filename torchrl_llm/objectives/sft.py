@@ -38,9 +38,9 @@ class LLMSFTLoss(TurnLoss):
 
     Keyword Args:
         estimator: Default: :class:`~torchrl_llm.objectives.ImitationWeights`.
-        weighting, weight_constant, entropy_coeff, entropy_target: see
-            :class:`~torchrl_llm.objectives.TurnLoss`. The weights count all action tokens of the
-            batch, also those that are not imitated: the fewer are, the smaller the gradient.
+        **options: those of :class:`~torchrl_llm.objectives.TurnLoss`. The weights of
+            ``weighting`` count all action tokens of the batch, also those that are not imitated:
+            the fewer are, the smaller the gradient.
 
     Examples:
         >>> import torch

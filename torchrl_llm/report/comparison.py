@@ -24,19 +24,6 @@ from torchrl_llm.utils.files import write_bytes
 from torchrl_llm.utils.optional import import_extra
 from torchrl_llm.utils.terminal import one_line
 
-_HEADER = (
-    "run",
-    "seed",
-    "turns",
-    "training",
-    "before",
-    "after",
-    "95 % interval",
-    "trained on",
-    "penalized",
-    "seconds",
-    "gained, lost",
-)
 _OVER_SEEDS = ("over seeds", "runs", "training", "before", "after", "worst after", "trained on")
 _NONE = "-"
 
@@ -48,8 +35,8 @@ def compare_runs(folders: Sequence[Path]) -> str:
     "training" is the win rate of the training batches, mean of the last tenth of the iterations;
     "before" and "after" come from the evaluations, the latter with its interval, the share of its
     episodes whose task was trained on ("-" where that is unknown) and the share of penalized turns;
-    "seconds" is the wall clock of the iterations, and "turns" what was collected, turns of trees
-    that were played again included; "gained, lost" compares the latter, episode by episode, with
+    "seconds" is the wall clock of the iterations, and "turns" what was collected, turns
+    that further rows repeat included; "gained, lost" compares the latter, episode by episode, with
     the evaluation of the first run above that was evaluated in the same games
     (:func:`~torchrl_llm.metrics.paired_comparison`, with McNemar's p).
 
@@ -72,29 +59,29 @@ def compare_runs(folders: Sequence[Path]) -> str:
     if not folders:
         raise ValueError("There are no runs to compare: give the output_dir of at least one.")
     runs = _named(folders)
-    lines: list[tuple[str, ...]] = [_HEADER]
-    for number, (name, run) in enumerate(runs.items()):
-        lines.append((name, *_cells(run, dict(islice(runs.items(), number)))))
+    rows = [_cells(name, run, dict(islice(runs.items(), i))) for i, (name, run) in enumerate(runs.items())]
+    lines = [tuple(rows[0]), *(tuple(row.values()) for row in rows)]
     problems = [f"{name}: {problem}" for name, run in runs.items() for problem in run.problems]
     parts = [_aligned(lines), _over_seeds(runs), "\n".join(_differences(runs)), "\n".join(problems)]
     return "\n\n".join(part for part in parts if part)
 
 
-def _cells(run: RunFiles, earlier: Mapping[str, RunFiles]) -> tuple[str, ...]:
+def _cells(name: str, run: RunFiles, earlier: Mapping[str, RunFiles]) -> dict[str, str]:
     result, last = run.result, run.history[-1] if run.history else {}
     interval = result.get("success_ci95")
-    return (
-        _shown(run.info.get("seed", result.get("seed")), ""),
-        _shown(last.get("rollout/steps"), ",.0f"),
-        _shown(_training(run), ".3f"),
-        _shown(_before(run), ".3f"),
-        _shown(result.get("success_after"), ".3f"),
-        f"{interval[0]:.3f} to {interval[1]:.3f}" if interval else _NONE,
-        percent(result.get("evaluation_task_overlap")),
-        _shown(result.get("penalized_after"), ".1%"),
-        _shown(sum(seconds_of(run.history).values()) if run.history else None, ",.0f"),
-        _paired(run, earlier),
-    )
+    return {
+        "run": name,
+        "seed": _shown(run.info.get("seed", result.get("seed")), ""),
+        "turns": _shown(last.get("rollout/steps"), ",.0f"),
+        "training": _shown(_training(run), ".3f"),
+        "before": _shown(_before(run), ".3f"),
+        "after": _shown(result.get("success_after"), ".3f"),
+        "95 % interval": f"{interval[0]:.3f} to {interval[1]:.3f}" if interval else _NONE,
+        "trained on": percent(result.get("evaluation_task_overlap")),
+        "penalized": _shown(result.get("penalized_after"), ".1%"),
+        "seconds": _shown(sum(seconds_of(run.history).values()) if run.history else None, ",.0f"),
+        "gained, lost": _paired(run, earlier),
+    }
 
 
 def _shown(value: Any, kind: str) -> str:
@@ -260,9 +247,8 @@ def plot_runs(folders: Sequence[Path], path: Path) -> None:
     colors: dict[str, str] = {}
     for name, run in runs.items():
         color = colors.setdefault(labels.get(name, name), f"C{len(colors) % 10}")
-        training = [
-            (each["rollout/steps"], each["rollout/success"]) for each in run.history if "rollout/success" in each
-        ]
+        known = [each for each in run.history if "rollout/success" in each]
+        training = [(each["rollout/steps"], each["rollout/success"]) for each in known]
         for points, style in ((training, {"lw": 1, "alpha": 0.5}), (_held_out(run), {"marker": "o", "ms": 4})):
             if points:
                 axes.plot(*zip(*points, strict=True), color=color, **style)
@@ -284,10 +270,8 @@ def _held_out(run: RunFiles) -> list[tuple[float, float]]:
     """Turns and win rate of each evaluation, that before training at 0 turns and that after it at
     the last."""
     name = "evaluation/success"
-    found = [(each["rollout/steps"], each[name]) for each in run.history if name in each]
-    before = as_metrics(run.before).get(name)
-    if before is not None:
-        found.insert(0, (0.0, before))
+    known = [{"rollout/steps": 0.0, **as_metrics(run.before)}, *run.history]
+    found = [(each["rollout/steps"], each[name]) for each in known if name in each]
     after = run.result.get("success_after")
     if after is not None and run.history and name not in run.history[-1]:
         found.append((run.history[-1]["rollout/steps"], after))

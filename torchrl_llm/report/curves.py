@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from importlib.util import find_spec
 from io import StringIO
 from typing import TYPE_CHECKING, Any
@@ -32,62 +34,13 @@ class Panel:
     high: float | None = None
 
 
-PANELS = (
-    Panel("Win rate", {"rollout/success": "training"}, "evaluation/success", 0.0, 1.0),
-    Panel("Return", {"rollout/reward": "training"}, "evaluation/reward"),
-    Panel("Turns per episode", {"rollout/turns": "training"}, "evaluation/turns"),
-    Panel("Penalized turns", {"rollout/penalized": "training"}, "evaluation/penalized", 0.0),
-    Panel("Response length, tokens", {"rollout/response_length": "training"}),
-    Panel(
-        "Entropy, nats",
-        {
-            "policy/entropy": "per token",
-            "policy/first_turn_entropy": "first response",
-            "optim/entropy_target": "target",
-        },
-        low=0.0,
-    ),
-    Panel("Negative log-likelihood, nats per token", {"loss/nll": "of what is imitated"}, low=0.0),
-    Panel(
-        "KL of an update, nats per token",
-        {"policy/kl_old": "during", "policy/kl_update": "before to after"},
-        low=0.0,
-    ),
-    Panel("KL to the reference, nats per token", {"policy/kl_reference": "policy"}, low=0.0),
-    Panel(
-        "Clip fraction",
-        {"policy/clip_fraction": "policy", "critic/clip_fraction": "critic"},
-        low=0.0,
-    ),
-    Panel("Critic's explained variance", {"critic/explained_variance": "before the update"}, high=1.0),
-    Panel("Trees that branched", {"credit/branched": "before their end"}, low=0.0, high=1.0),
-    Panel("Turns with a valued state", {"credit/valued": "by continuations"}, low=0.0, high=1.0),
-    Panel("Turns alone in their state", {"credit/alone": "of the group"}, low=0.0, high=1.0),
-    Panel("Turns of others in the same state", {"credit/num_compared": "mean, where there are any"}, low=0.0),
-    Panel("Gradient norm", {"optim/grad_norm_actor": "actor", "optim/grad_norm_critic": "critic"}, low=0.0),
-    Panel(
-        "Seconds per iteration",
-        {
-            "time/rollout_s": "rollout",
-            "time/score_s": "score",
-            "time/update_s": "update",
-            "time/sync_s": "sync",
-        },
-        low=0.0,
-    ),
-    Panel("Truncated episodes", {"rollout/truncated": "training"}, low=0.0, high=1.0),
-)
+_READ = tomllib.loads((resources.files(__package__) / "panels.toml").read_text("utf-8"))
+
+PANELS = tuple(Panel(**panel) for panel in _READ["panels"])
 """The plots of the page; one whose metrics a run lacks, or that are 0 throughout, is left out."""
 
-_INKS = {
-    "#010101": "--ink",
-    "#020202": "--muted",
-    "#030303": "--grid",
-    "#0a0101": "--c1",
-    "#0a0202": "--c2",
-    "#0a0303": "--c3",
-    "#0a0404": "--c4",
-}
+_INKS = {"#010101": "--ink", "#020202": "--muted", "#030303": "--grid"}
+_INKS |= {f"#0a0{number}0{number}": f"--c{number}" for number in range(1, 5)}
 """Colors in the drawing -> variables of the page, which differ between its light and its dark
 scheme."""
 _INK, _MUTED, _GRID, *_CYCLE = _INKS

@@ -237,9 +237,11 @@ def _short_id(episode_id: Any) -> int:
 
 def _place_in_tree(rows: Mapping[str, Any], row: int) -> str:
     """Where an episode was continued, turns counted from 1; nothing for one that was not."""
-    if "tree_id" not in rows or rows["branch_turn"][row] < 0:
+    unit = rows.get("turn.unit", np.ones_like(rows["turn.mask"]))[row]
+    apart = np.flatnonzero((unit != unit[:1]) & rows["turn.mask"][row])
+    if not len(apart):
         return ""
-    turn, root = int(rows["branch_turn"][row]) + 1, rows["tree_id"][row]
+    turn, root = int(apart[0]) + 1, unit[0]
     if root == rows["episode_id"][row]:
         return f"continued by others before turn {turn}"
     return f"continued from episode {_short_id(root)} before turn {turn}"

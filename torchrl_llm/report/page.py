@@ -39,7 +39,7 @@ def write_report(folder: str | Path, *, full: bool = False) -> Path:
     in one of Markdown.
 
     It has a summary with learning curves (with matplotlib, ``pip install "torchrl-llm[report]"``),
-    the recorded episodes turn by turn, groups as trees, and the same task across iterations. Texts
+    the recorded episodes turn by turn, groups as tries, and the same task across iterations. Texts
     of environments and models are data in it: they are compressed in blocks, shown as text, and its
     content security policy allows no other script than its own. ``episodes.md`` has the text of
     four episodes of each recording, if there is one.
@@ -143,15 +143,9 @@ class _Page:
         return "\n".join(markdown(each, episode_texts(each, _OF_A_RECORDING)) for each in self.recordings)
 
     def _index(self) -> dict[str, Any]:
+        names = ("kind", "iteration", "steps", "gamma")
         recordings = [
-            {
-                "label": _label(each),
-                "kind": each.kind,
-                "iteration": each.iteration,
-                "steps": each.steps,
-                "gamma": each.gamma,
-                "missing": token_values(each)[1],
-            }
+            {"label": _label(each), **{name: getattr(each, name) for name in names}, "missing": token_values(each)[1]}
             for each in self.recordings
         ]
         groups = [about for about, _ in self.groups]

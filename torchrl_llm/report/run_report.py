@@ -19,11 +19,7 @@ from torchrl_llm.metrics.paired import OTHER_GAMES, PairedComparison, paired_com
 from torchrl_llm.report.page import EPISODES, NAME, write_report
 from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.flags import resume_command
-from torchrl_llm.runs.outputs import (
-    comparison_table,
-    percent,
-    write_json,
-)
+from torchrl_llm.runs.outputs import comparison_table, percent, write_json
 from torchrl_llm.runs.recording import Kind
 from torchrl_llm.runs.run import Run
 from torchrl_llm.runs.run_json import read_json
@@ -66,12 +62,10 @@ def run_and_report(
         # Without ranks, which meet only while the run is built.
         run = interruptible(build)
         try:
-            report.before = evaluate_before(run)
-            if report.before is not None and run.trainer.distributed.is_main:
-                share = percent(report.before.task_overlap)
-                say(
-                    f"before training, {report.before.episodes} episodes: win rate {report.before.success:.3f}, trained on {share}"
-                )
+            report.before = before = evaluate_before(run)
+            if before is not None and run.trainer.distributed.is_main:
+                won, share = f"{before.success:.3f}", percent(before.task_overlap)
+                say(f"before training, {before.episodes} episodes: win rate {won}, trained on {share}")
             run.trainer.train()
             report.after = run.final_evaluation()
             result = report.write(run, run.trainer.stop_reason)

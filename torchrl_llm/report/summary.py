@@ -57,8 +57,8 @@ def headline(files: RunFiles) -> dict[str, str]:
     """The few numbers at the top: name -> value."""
     history, result = files.history, files.result
     last = history[-1] if history else {}
-    # Continuations cost turns that no row has, and rows of trees repeat turns that were sampled
-    # once.
+    # Continuations cost turns that no row has, and rows that count as one repeat turns that were
+    # sampled once.
     further = last.get("data/continued_turns", 0.0) - last.get("data/replayed_turns", 0.0)
     shown = {
         "iterations": f"{len(history):,}" if history else "",

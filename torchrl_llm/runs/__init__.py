@@ -2,6 +2,9 @@
 (:func:`build_run`)."""
 
 from torchrl_llm.modules import SamplingConfig
+from torchrl_llm.modules.engine_settings import CustomSettings, EngineSettings
+from torchrl_llm.modules.hf.settings import HFSettings
+from torchrl_llm.modules.vllm.settings import VLLMSettings
 from torchrl_llm.runs.build import make_objective
 from torchrl_llm.runs.checkpoint import CheckpointStore
 from torchrl_llm.runs.checkpoint_files import verify
@@ -14,11 +17,8 @@ from torchrl_llm.runs.run import Run, build_run
 from torchrl_llm.runs.settings import (
     AsyncRollouts,
     ChatSettings,
-    CustomSettings,
-    EngineSettings,
     EnvSettings,
     EvaluationSettings,
-    HFSettings,
     ModelSettings,
     OptimSettings,
     OutputSettings,
@@ -26,7 +26,6 @@ from torchrl_llm.runs.settings import (
     RolloutSettings,
     SelfPlayRollouts,
     TurnRollouts,
-    VLLMSettings,
     WeightsSettings,
 )
 from torchrl_llm.trainers import TrainerConfig

@@ -2,7 +2,7 @@
 this order.
 
 Each part of a part is made in :mod:`torchrl_llm.runs.build`. What is opened is closed by the
-``opened`` of each function, from the last to the first.
+``opened`` of its :class:`Place`, from the last to the first.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,7 +29,6 @@ from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.demonstrations import check_demonstrations
 from torchrl_llm.runs.device import make_accelerator, make_numerics
 from torchrl_llm.runs.effective_settings import python_settings
-from torchrl_llm.runs.engines import start_engine
 from torchrl_llm.runs.environments import check_environment, make_environment, stock_env
 from torchrl_llm.runs.identity import names_of_parts
 from torchrl_llm.runs.loss_state import LossState
@@ -94,18 +94,25 @@ class Given(NamedTuple):
 
 class Place(NamedTuple):
     """Where a run is: its processes and PyTorch's switches, its folder, and the checkpoint that it
-    continues, if any."""
+    continues, if any; what it is given in Python, and what has been opened for it."""
 
     accelerator: Accelerator
     distributed: Distributed
     numerics: Numerics
     folder: RunFolder
     start: Start | None
+    given: Given
+    opened: ExitStack
 
     @property
     def saved(self) -> Mapping[str, Any] | None:
         """The settings of the checkpoint."""
         return None if self.start is None else self.start.manifest["metadata"]["config"]
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The folder of the checkpoint."""
+        return None if self.start is None else self.start.path
 
 
 def find_place(config: RunSettings, given: Given, opened: ExitStack) -> Place:
@@ -117,7 +124,7 @@ def find_place(config: RunSettings, given: Given, opened: ExitStack) -> Place:
     folder = RunFolder(config)
     opened.callback(folder.close)
     start = distributed.on_main(lambda: find_start(config, folder, given.names()))
-    return Place(accelerator, distributed, numerics, folder, start)
+    return Place(accelerator, distributed, numerics, folder, start, given, opened)
 
 
 def settle(config: RunSettings, place: Place, tokenizer: Any) -> RunSettings:
@@ -147,20 +154,18 @@ class Environments(NamedTuple):
     config: RunSettings
 
 
-def make_environments(
-    config: RunSettings, place: Place, tokenizer: Any, given: Given, opened: ExitStack
-) -> Environments:
+def make_environments(config: RunSettings, place: Place, tokenizer: Any) -> Environments:
     """The environments of training and evaluation; each rank has its share of the tasks."""
     ranks = place.distributed
     shard = {"worker": ranks.rank, "num_workers": ranks.world_size} if ranks.world_size > 1 else {}
-    source = given.make_env or stock_env(config, given.env)
+    source = place.given.make_env or stock_env(config, place.given.env)
     make = partial(make_environment, config, tokenizer, source, **shard)
     make_train = partial(make, stream="train", group_size=config.rollouts.num_started)
     train = make_train()
-    opened.callback(train.close, raise_if_closed=False)
+    place.opened.callback(train.close, raise_if_closed=False)
     config = with_granularity(config, place.saved, train)
     evaluation = make(stream="eval")
-    opened.callback(evaluation.close, raise_if_closed=False)
+    place.opened.callback(evaluation.close, raise_if_closed=False)
     chosen = [name for name in ("adaptive_mixture", "env_weights") if getattr(config.env, name)]
     if chosen and train.task_sampler.mixture_size < 2:
         raise ConfigError(
@@ -179,16 +184,14 @@ class Networks(NamedTuple):
     sampling: SamplingConfig
 
 
-def load_networks(
-    config: RunSettings, place: Place, tokenizer: Any, environments: Environments, opened: ExitStack
-) -> Networks:
+def load_networks(config: RunSettings, place: Place, tokenizer: Any, environments: Environments) -> Networks:
     """The engine, and after it the models: vLLM measures on an empty GPU what it needs."""
     sampling = build.make_sampling(config, environments.train.formatter)
-    engine = start_engine(config, tokenizer, sampling, place.distributed, place.accelerator.device)
+    engine = build.start_engine(config, tokenizer, sampling, place.distributed, place.accelerator.device)
     if engine is not None:
-        opened.callback(engine.close)
-    path = None if place.start is None else place.start.path
-    models = build.load_models(config, tokenizer, sampling, device=place.distributed.load_device, start=path)
+        place.opened.callback(engine.close)
+    device, start = place.distributed.load_device, place.checkpoint
+    models = build.load_models(config, tokenizer, sampling, device=device, start=start)
     return Networks(models, engine, sampling)
 
 
@@ -248,20 +251,14 @@ class Rollouts(NamedTuple):
 
 
 def make_rollouts(
-    config: RunSettings,
-    place: Place,
-    tokenizer: Any,
-    environments: Environments,
-    networks: Networks,
-    loss: TurnLoss,
-    opened: ExitStack,
+    config: RunSettings, place: Place, tokenizer: Any, environments: Environments, networks: Networks, loss: TurnLoss
 ) -> Rollouts:
     """Policy, buffer and collector of training, and the evaluations."""
     models, engine, sampling = networks.models, networks.engine, networks.sampling
     policy, weight_sync = build.make_policy(config, tokenizer, sampling, models, engine)
-    opened.callback(policy.close)
+    place.opened.callback(policy.close)
     if weight_sync is not None:
-        opened.callback(weight_sync.close)
+        place.opened.callback(weight_sync.close)
     opponent = None
     if config.collector == "self_play":
         opponent = make_opponent(config, environments.train.formatter, sampling, models)
@@ -273,7 +270,7 @@ def make_rollouts(
         config, environments.train, policy, buffer, place.distributed, loss.value_estimator, **workers
     )
     # Before engine and environments are closed: its threads use them.
-    opened.callback(collector.shutdown)
+    place.opened.callback(collector.shutdown)
     seen = SeenTasks() if config.weights.init_from is None else tasks_of_weights(config.weights.init_from)
     evaluator = build.make_evaluator(config, policy, environments.evaluation, place.distributed, seen, opponent)
     return Rollouts(policy, weight_sync, opponent, buffer, collector, seen, evaluator)
@@ -290,16 +287,11 @@ class Watchers(NamedTuple):
 
 
 def make_watchers(
-    config: RunSettings,
-    place: Place,
-    tokenizer: Any,
-    networks: Networks,
-    loss: TurnLoss,
-    given: Given,
-    from_python: Mapping[str, str],
+    config: RunSettings, place: Place, tokenizer: Any, networks: Networks, loss: TurnLoss, from_python: dict[str, str]
 ) -> Watchers:
     """Checkpoints and callbacks. Nothing is written before training begins. ``from_python`` is
     :meth:`Given.settings`."""
+    given = place.given
     loss_state = LossState(loss, place.distributed)
     stateful = {name: each for name, each in given.named.items() if hasattr(each, "state_dict")}
     checkpoints = CheckpointStore(
@@ -314,16 +306,13 @@ def make_watchers(
         optional=stateful,
         loss_state=loss_state,
     )
-    path = None if place.start is None else place.start.path
-    open_folder = OpenFolder(config, place.folder, path, run_info(config, loss, from_python))
+    open_folder = OpenFolder(config, place.folder, place.checkpoint, run_info(config, loss, from_python))
     # The folder is locked and prepared before another callback writes there, and only for a run
     # that can be saved.
     callbacks: list[Callback] = [loss_state, open_folder]
     if place.distributed.is_main:
-        callbacks += [
-            MetricsTable(config.output.output_dir / table.FILE),
-            HealthWatch(teacher=config.model.teacher is not None),
-        ]
+        callbacks.append(MetricsTable(config.output.output_dir / table.FILE))
+        callbacks.append(HealthWatch(teacher=config.model.teacher is not None))
     recorder = _make_recorder(config, tokenizer)
     callbacks += [] if recorder is None else [recorder]
     if config.model.refresh_reference:
@@ -336,14 +325,9 @@ def make_watchers(
 def _make_recorder(config: RunSettings, tokenizer: Any) -> RolloutRecorder | None:
     if not config.output.record_interval:
         return None
-    return RolloutRecorder(
-        config.output.output_dir / FOLDER,
-        tokenizer,
-        interval=config.output.record_interval,
-        tasks=config.output.record_tasks,
-        max_bytes=int(config.output.record_megabytes * 10**6),
-        log_episodes=config.output.log_episodes,
-    )
+    options = build.given_options(config, "log_episodes", interval="record_interval", tasks="record_tasks")
+    folder, most = config.output.output_dir / FOLDER, int(config.output.record_megabytes * 10**6)
+    return RolloutRecorder(folder, tokenizer, max_bytes=most, **options)
 
 
 def continue_run(

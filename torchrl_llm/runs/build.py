@@ -6,7 +6,6 @@ The parts are plain TorchRL; :func:`~torchrl_llm.runs.build_run` puts them toget
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,20 +32,12 @@ from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import ChatFormatter, GEMEnv, SeenTasks
 from torchrl_llm.modules import ActorCritic, HFPolicy, PlayerPolicy, TurnPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
-from torchrl_llm.modules.vllm.weights import TRANSFERS
 from torchrl_llm.modules.weights import holds_adapter
 from torchrl_llm.objectives import TurnLoss
 from torchrl_llm.objectives.steps import own_parameters
 from torchrl_llm.runs.config import ConfigError, RunSettings
 from torchrl_llm.runs.demonstrations import check_player, find_demonstrations, read_demonstrations
-from torchrl_llm.runs.engines import make_engine, serves_adapter, worker_gpus
-from torchrl_llm.runs.settings import (
-    HFSettings,
-    RayRollouts,
-    SelfPlayRollouts,
-    TurnRollouts,
-    VLLMSettings,
-)
+from torchrl_llm.runs.settings import RayRollouts, SelfPlayRollouts, TurnRollouts
 from torchrl_llm.runs.sources import model_path
 from torchrl_llm.stops import response_end_ids
 from torchrl_llm.trainers.callbacks import Callback
@@ -79,29 +70,20 @@ def given_options(config: RunSettings, *names: str, **renamed: str) -> dict[str,
 def check_sharding(config: RunSettings, distributed: Distributed) -> None:
     """Refuse settings that do not work with sharded weights (FSDP2)."""
     refused = {
-        "weight_sync": (TRANSFERS, "another, or DDP"),
         "quantization": (("nf4",), "None, or DDP"),
         "compile": ((True,), "false, or DDP"),
-        "compile_decode": ((True,), "false, or DDP"),
         "base_products": (("bfloat16",), "None, or DDP"),
-        "offload_base": ((True,), "false, or DDP"),
         "export_merged": ((True,), "false, and to merge the checkpoint's adapter in one process"),
         "collector": (("self_play",), "another, or DDP"),
+        **config.engine.not_sharded,
     }
     values = config.values()
     for name, (not_sharded, expected) in refused.items():
-        if distributed.sharded and name in values and values[name] in not_sharded:
+        if distributed.sharded and values[name] in not_sharded:
             raise ConfigError(
                 f"{name} is {values[name]!r}, but the weights are sharded over {distributed.world_size} processes (FSDP2): "
                 f"expected {expected}."
             )
-
-
-def make_offload(config: RunSettings, models: ActorCritic) -> Callable[[], AbstractContextManager[None]]:
-    """The context of the trainer while an engine with weights of its own samples."""
-    return (
-        models.offload_base if isinstance(config.engine, VLLMSettings) and config.engine.offload_base else nullcontext
-    )
 
 
 def make_sampling(config: RunSettings, formatter: ChatFormatter) -> SamplingConfig:
@@ -139,6 +121,30 @@ def has_own_reference(config: RunSettings, start: Path | None = None) -> bool:
     """
     changed = start is not None and holds_adapter(start / "reference")
     return bool(config.weights.lora_r and (config.weights.init_reference or config.model.refresh_reference or changed))
+
+
+def start_engine(
+    config: RunSettings, tokenizer: Any, sampling: SamplingConfig, distributed: Distributed, device: torch.device
+) -> TurnPolicy | None:
+    """The engine of this process; ``None`` where there is none.
+
+    It starts before the trainer's model is loaded: vLLM asks for its whole share at once, and
+    measures on an empty GPU what it needs itself. With ``sleep_mode`` it sleeps until the first
+    weight sync.
+
+    Args:
+        device: of model and training.
+
+    Raises:
+        ConfigError: there can be none with these settings.
+    """
+    if not config.engine.owns_weights or config.collector == "ray":
+        return None
+    place = {"device": device, "processes": distributed.world_size}
+    engine = config.engine.make_policy(config, model_path(config), tokenizer, sampling, **place)
+    if config.engine.sleeps:
+        engine.sleep(1)
+    return engine
 
 
 def load_models(
@@ -180,20 +186,14 @@ def make_policy(
     only.
 
     Args:
-        engine: of this process (:func:`~torchrl_llm.runs.engines.start_engine`), if there is one:
-            it is the policy.
+        engine: of this process (:func:`start_engine`), if there is one: it is the policy.
     """
     if engine is not None:
-        # Level 1: level 2 drops the base weights, which a sync of the adapter does not bring back.
-        sync_options: Any = {
-            "method": (isinstance(config.engine, VLLMSettings) and config.engine.weight_sync) or "auto",
-            "sleep_level": 1 if config.engine.sleeps else 0,
-        }
-        return engine, EngineWeightSync(models.model, models.adapter, policy=engine, **sync_options)
+        return engine, EngineWeightSync(models.model, models.adapter, policy=engine, **config.engine.sync_options())
     policy = _model_policy(config, tokenizer, sampling, models)
     if config.collector != "ray":
         return policy, None
-    merged = True if config.engine.owns_weights and not serves_adapter(config) else None
+    merged = True if config.engine.owns_weights and not config.engine.serves_adapter(config) else None
     # An engine needs room for one token after a prompt.
     length = min(_PARITY_LENGTH, config.env.max_model_len - 1)
     return policy, RayWeightSync(models.model, models.adapter, policy=policy, merged=merged, parity_length=length)
@@ -202,7 +202,7 @@ def make_policy(
 def _model_policy(config: RunSettings, tokenizer: Any, sampling: SamplingConfig, models: ActorCritic) -> HFPolicy:
     """The model itself as policy, here and on workers, with one seed for all: noise goes by episode
     and turn too, so it does not matter which worker samples."""
-    options = vars(config.engine) if isinstance(config.engine, HFSettings) else {}
+    options: Any = {} if config.engine.owns_weights else vars(config.engine)
     return HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.trainer.seed, **options)
 
 
@@ -234,7 +234,7 @@ def _worker_policy(
     # Ray shows what workers print: each would draw its bar into the output of the run.
     disable_progress_bar()
     if config.engine.owns_weights:
-        return make_engine(config, tokenizer, sampling, device=None)
+        return config.engine.make_policy(config, model_path(config), tokenizer, sampling, device=None)
     models = load_actor_critic(
         model_path(config),
         tokenizer=tokenizer,
@@ -243,7 +243,7 @@ def _worker_policy(
         sampling=sampling,
         # A worker only samples; float32 weights are for training.
         master_weights=False,
-        device="cuda" if worker_gpus(config) else "cpu",
+        device="cuda" if config.values().get("ray_worker_gpus") else "cpu",
         **given_options(config, *MODEL),
     )
     return _model_policy(config, tokenizer, sampling, models)

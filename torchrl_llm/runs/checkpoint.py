@@ -23,7 +23,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -418,9 +418,7 @@ class CheckpointStore:
     def _offer(self, damaged: Path) -> str:
         for path in reversed(self.checkpoints()):
             if path != damaged.resolve():
-                try:
+                with suppress(CheckpointError):
                     files.verify(path)
-                except CheckpointError:
-                    continue
-                return f"{path} is whole: resume from it with resume_from={str(path)!r}."
+                    return f"{path} is whole: resume from it with resume_from={str(path)!r}."
         return "There is no other whole checkpoint."

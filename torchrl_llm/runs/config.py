@@ -7,7 +7,7 @@ the names of their fields. Contradictions are errors at construction. Nothing he
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast
@@ -16,30 +16,15 @@ from tensordict.nn import TensorDictModuleBase
 
 from torchrl_llm import objectives
 from torchrl_llm.envs.chat import read_date
+from torchrl_llm.modules.engine_settings import CustomSettings
+from torchrl_llm.modules.hf.settings import HFSettings
 from torchrl_llm.modules.policy import SamplingConfig
+from torchrl_llm.modules.vllm.settings import VLLMSettings
 from torchrl_llm.objectives.checks import wrong_penalty
+from torchrl_llm.runs import settings as parts
 from torchrl_llm.runs import wrong_settings
 from torchrl_llm.runs.idle_settings import IDLE
 from torchrl_llm.runs.loss_settings import GRPO, LLMPPO, LLMREINFORCE, NO_ACTOR, NO_CRITIC, SFT, LossSettings
-from torchrl_llm.runs.settings import (
-    ATTENTION,
-    Algorithm,
-    AsyncRollouts,
-    ChatSettings,
-    CustomSettings,
-    EnvSettings,
-    EvaluationSettings,
-    HFSettings,
-    ModelSettings,
-    OptimSettings,
-    OutputSettings,
-    RayRollouts,
-    SelfPlayRollouts,
-    TurnRollouts,
-    VLLMSettings,
-    WeightsSettings,
-    names_of,
-)
 from torchrl_llm.runs.settings_file import read_settings, write_settings
 from torchrl_llm.trainers.config import NOTHING_TO_CORRECT, TrainerConfig
 from torchrl_llm.utils.hints import nearest
@@ -56,7 +41,7 @@ from torchrl_llm.utils.sections import (
 )
 
 
-def shown_default(name: str, algo: Algorithm | None = None) -> str:
+def shown_default(name: str, algo: parts.Algorithm | None = None) -> str:
     """The default of a setting as text; where a section has one of several classes, the default of
     each that has the setting, or of the loss of ``algo`` alone.
 
@@ -96,18 +81,15 @@ PYTHON_PARTS = ("env", "make_env", "make_loss")
 """Arguments of ``build_run`` that a run depends on as on its settings; ``accept_changes`` may name
 them too."""
 
-INITIAL_WEIGHTS = ("algo", *names_of(WeightsSettings))
+INITIAL_WEIGHTS = ("algo", *parts.names_of(parts.WeightsSettings))
 """Settings about the initial weights, which a resumed run cannot change."""
 
 HOW_TO_RUN = (
     # Callbacks may act on the run.
-    *(name for name in names_of(OutputSettings) if name != "callbacks"),
+    *(name for name in parts.names_of(parts.OutputSettings) if name != "callbacks"),
     *("ray_workers", "ray_worker_cpus", "ray_worker_gpus"),
 )
 """Settings that change no number of a run: a resumed run may differ in them."""
-
-
-_MAPPINGS = ("chat_template_kwargs", "env_options", "loss_options", "estimator_options", "engine_options", "callbacks")
 
 
 def _kept_by_json(value: Any) -> bool:
@@ -123,27 +105,29 @@ class RunSettings(Sectioned):
     """A whole run, for :func:`~torchrl_llm.runs.build_run`: a section for each part. Of some parts
     there are several kinds, and the class of their section says which one it is."""
 
-    model: ModelSettings = field(default_factory=ModelSettings)
-    weights: WeightsSettings = field(default_factory=WeightsSettings)
-    chat: ChatSettings = field(default_factory=ChatSettings)
-    env: EnvSettings = field(default_factory=EnvSettings)
+    model: parts.ModelSettings = field(default_factory=parts.ModelSettings)
+    weights: parts.WeightsSettings = field(default_factory=parts.WeightsSettings)
+    chat: parts.ChatSettings = field(default_factory=parts.ChatSettings)
+    env: parts.EnvSettings = field(default_factory=parts.EnvSettings)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    rollouts: TurnRollouts | AsyncRollouts | RayRollouts | SelfPlayRollouts = field(default_factory=TurnRollouts)
+    rollouts: parts.TurnRollouts | parts.AsyncRollouts | parts.RayRollouts | parts.SelfPlayRollouts = field(
+        default_factory=parts.TurnRollouts
+    )
     engine: HFSettings | VLLMSettings | CustomSettings = field(default_factory=HFSettings)
     loss: LLMPPO | LLMREINFORCE | GRPO | SFT = field(default_factory=LLMPPO)
-    optim: OptimSettings = field(default_factory=OptimSettings)
+    optim: parts.OptimSettings = field(default_factory=parts.OptimSettings)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    output: OutputSettings = field(default_factory=OutputSettings)
+    evaluation: parts.EvaluationSettings = field(default_factory=parts.EvaluationSettings)
+    output: parts.OutputSettings = field(default_factory=parts.OutputSettings)
 
     idle: ClassVar[tuple[Idle, ...]] = IDLE
 
     __repr__ = brief_repr
 
     @property
-    def algo(self) -> Algorithm:
+    def algo(self) -> parts.Algorithm:
         """The algorithm, the class of ``loss``."""
-        return cast(Algorithm, self.loss.known_as)
+        return cast(parts.Algorithm, self.loss.known_as)
 
     @property
     def policy(self) -> Literal["hf", "vllm", "custom"]:
@@ -169,9 +153,8 @@ class RunSettings(Sectioned):
         """What is wrong with these settings together, and what to do."""
         if self.output.resume and self.output.overwrite:
             yield "resume continues a run and overwrite starts a new one: give one of them."
-        values = self.values()
-        for name in _MAPPINGS:
-            if not _kept_by_json(value := values.get(name)):
+        for name, value in self.values().items():
+            if isinstance(value, Mapping) and not _kept_by_json(value):
                 yield (
                     f"{name} is {value!r}; expected text keys, and values that JSON has (lists, not tuples), because "
                     "checkpoints keep the settings."
@@ -184,7 +167,7 @@ class RunSettings(Sectioned):
         yield from wrong_settings.wrong_self_play(self) if self.collector == "self_play" else ()
         yield from wrong_settings.wrong_branches(self)
         yield from wrong_settings.wrong_trees(self)
-        yield from wrong_settings.wrong_engine(self)
+        yield from self.engine.problems(self)
         yield from self._wrong_model()
 
     def _wrong_changes(self) -> Iterator[str]:
@@ -235,9 +218,8 @@ class RunSettings(Sectioned):
         stale = self.rollouts.staleness
         if stale and self.trainer.old_log_probs == "sampler":
             yield f'max_staleness={stale} with old_log_probs="sampler": the sampler may have had older weights. Use "auto".'
-        if self.trainer.old_log_probs == "sampler" and (
-            getattr(self.loss, "sampler_correction", None) is not None or self.loss.estimator_type().corrects_sampler
-        ):
+        corrected = getattr(self.loss, "sampler_correction", None) or self.loss.estimator_type().corrects_sampler
+        if self.trainer.old_log_probs == "sampler" and corrected:
             yield NOTHING_TO_CORRECT
         if stale and self.env.adaptive_mixture:
             yield f"adaptive_mixture adapts between batches, and max_staleness={stale} leaves none between them: choose one."
@@ -256,12 +238,6 @@ class RunSettings(Sectioned):
                 yield f"{name} is about the reference of the KL, and teacher={self.model.teacher!r} is that: leave one of them out."
         if self.model.compile and self.model.gradient_checkpointing:
             yield "compile and gradient_checkpointing exclude each other: choose one."
-        if self.policy == "hf" and self.model.attn_implementation not in (None, *ATTENTION):
-            yield (
-                f"attn_implementation={self.model.attn_implementation!r} takes no mask, and policy='hf' samples with one: leave it out. "
-                "PyTorch's own attention (sdpa), which is the default, runs flash attention on a GPU too, and computes what rows "
-                "share once."
-            )
         if self.model.quantization is not None and not self.weights.lora_r:
             yield f"quantization={self.model.quantization!r} is for LoRA: lora_r=0 would train the weights that it rounds."
         # PEFT reads a string as a regular expression of whole module paths, which a bare name never
@@ -349,12 +325,8 @@ class RunSettings(Sectioned):
         given = self.loss.changed() | {"group_size": self.rollouts.group_size}
         values = options_of(loss_class)
         options = {name: value for name, value in given.items() if name in values}
-        if (
-            "sampler_correction" in values
-            and self.rollouts.staleness
-            and getattr(self.loss, "sampler_correction", None) is None
-            and not kind.corrects_sampler
-        ):
+        is_unset = getattr(self.loss, "sampler_correction", None) is None
+        if "sampler_correction" in values and is_unset and self.rollouts.staleness and not kind.corrects_sampler:
             options = {"sampler_correction": "truncate", "sampler_bounds": 2.0} | options
         # Where both have a weight of the KL, the loss gives the estimator its own.
         shared = {"kl_coeff"} & values.keys()
@@ -382,7 +354,7 @@ class RunSettings(Sectioned):
             processes: training processes.
 
         Examples:
-            >>> vllm = RunSettings(engine=VLLMSettings(), rollouts=TurnRollouts(batch_size=128))
+            >>> vllm = RunSettings.from_values(policy="vllm", batch_size=128)
             >>> RunSettings().default_num_envs(), vllm.default_num_envs(processes=2)
             (16, 64)
         """
@@ -409,7 +381,7 @@ class RunSettings(Sectioned):
         Examples:
             >>> import tempfile
             >>> with tempfile.TemporaryDirectory() as folder:
-            ...     RunSettings(optim=OptimSettings(lr_actor=1e-4)).save(path := f"{folder}/config.yaml")
+            ...     RunSettings.from_values(lr_actor=1e-4).save(path := f"{folder}/config.yaml")
             ...     RunSettings.from_yaml(path).optim
             OptimSettings(lr_actor=0.0001, lr_critic=None, lr_loss=None, weight_decay=0.0, adam_beta2=0.999)
         """

@@ -67,16 +67,15 @@ def check_demonstrations(config: RunSettings) -> None:
         ConfigError: it names nothing that is there, or other settings ask for episodes that are
             played, and it names given ones.
     """
-    if config.rollouts.demonstrations is None or not isinstance(
-        find_demonstrations(config.rollouts.demonstrations), Path
-    ):
+    demonstrations = config.rollouts.demonstrations
+    if demonstrations is None or not isinstance(find_demonstrations(demonstrations), Path):
         return
     played = {"collector": "turn", "group_size": 1, "adaptive_mixture": False}
     given = config.values()
     asked = [f"{name}={given[name]!r}" for name, value in played.items() if given[name] != value]
     if asked:
         raise ConfigError(
-            f"{', '.join(asked)}: for episodes that are played, and those of demonstrations={config.rollouts.demonstrations!r} are given: "
+            f"{', '.join(asked)}: for episodes that are played, and those of demonstrations={demonstrations!r} are given: "
             "leave it out."
         )
 
@@ -91,28 +90,25 @@ def check_player(player: Player, config: RunSettings, env: GEMEnv) -> None:
     """
     if config.collector == "self_play":
         return
+    given = f"demonstrations is {config.rollouts.demonstrations!r}"
     prompt = str(env.formatter.tokenizer.decode(env.slots.open(0, 0).ids))
     try:
         answer = player(prompt, random.Random(0))
     except ValueError as error:
         raise ConfigError(
-            f"demonstrations is {config.rollouts.demonstrations!r}, which cannot play env_name={config.env.env_name!r}: {error} "
+            f"{given}, which cannot play env_name={config.env.env_name!r}: {error} "
             "docs/warm_start.md lists who plays what."
         ) from error
     try:
         length = len(env.formatter.answer(answer))
     except ValueError as error:
-        raise ConfigError(f"demonstrations is {config.rollouts.demonstrations!r}: {error}") from error
-    if length > config.sampling.max_output_tokens:
-        raise ConfigError(
-            f"demonstrations is {config.rollouts.demonstrations!r}, whose answer {answer!r:.80} has {length} tokens, its end of the turn "
-            f"included: raise max_output_tokens, which is {config.sampling.max_output_tokens}."
-        )
-    if length <= config.sampling.min_output_tokens:
-        raise ConfigError(
-            f"demonstrations is {config.rollouts.demonstrations!r}, whose answer {answer!r:.80} has {length} tokens, its end of the turn "
-            f"included, and {_HELD_BACK.format(config.sampling.min_output_tokens)}: lower it."
-        )
+        raise ConfigError(f"{given}: {error}") from error
+    said = f"whose answer {answer!r:.80} has {length} tokens, its end of the turn included"
+    most, fewest = config.sampling.max_output_tokens, config.sampling.min_output_tokens
+    if length > most:
+        raise ConfigError(f"{given}, {said}: raise max_output_tokens, which is {most}.")
+    if length <= fewest:
+        raise ConfigError(f"{given}, {said}, and {_HELD_BACK.format(fewest)}: lower it.")
 
 
 def read_demonstrations(

@@ -27,9 +27,8 @@ def make_accelerator(config: RunSettings) -> Accelerator:
     """
     device = choose_device(config)
     precision = mixed_precision(config, device)
-    if (
-        precision == "fp16" and device.type == "cpu"
-    ):  # accelerate takes it, computes in float32, and says that it is fp16
+    # accelerate takes it, computes in float32, and says that it is fp16
+    if precision == "fp16" and device.type == "cpu":
         given = "dtype" if config.model.mixed_precision is None else "mixed_precision"
         raise ConfigError(
             f"{given}={getattr(config.model, given)!r} asks for mixed precision in float16, which accelerate does not have on a CPU: set "

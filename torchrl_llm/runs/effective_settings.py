@@ -96,12 +96,8 @@ def _own_options(part: Any) -> dict[str, _Value]:
     options = {name: option for name, option in options_of(type(part)).items() if name not in _PARTS}
     values = {name: getattr(part, name) for name in options if hasattr(part, name)}
     # TorchRL's estimators have gamma and lmbda as tensors.
-    plain = {name: value.item() if _is_scalar(value) else value for name, value in values.items()}
-    return {name: _Value(value, options[name].default) for name, value in plain.items()}
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim == 0
+    scalars = {n: value.item() for n, value in values.items() if isinstance(value, torch.Tensor) and value.ndim == 0}
+    return {name: _Value(value, options[name].default) for name, value in {**values, **scalars}.items()}
 
 
 def _is_met(rule: Idle, values: Mapping[str, Any]) -> bool:

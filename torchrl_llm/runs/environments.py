@@ -24,15 +24,8 @@ _ENVIRONMENT = (
 """Settings of every environment of a run."""
 
 _DECIDED = {
-    *_ENVIRONMENT,
-    "tokenizer",
-    "num_envs",
-    "group_size",
-    "stream",
-    "worker",
-    "num_workers",
-    "num_threads",
-    "step_timeout",
+    *(*_ENVIRONMENT, "tokenizer", "num_envs", "group_size", "step_timeout"),
+    *("stream", "worker", "num_workers", "num_threads"),
 }
 """Arguments of environments that a run gives."""
 
@@ -86,11 +79,8 @@ def stock_env(config: RunSettings, env: Any = None) -> Callable[..., GEMEnv]:
             settings decide.
     """
     names = [config.env.env_name] if isinstance(config.env.env_name, str) else config.env.env_name
-    own = (
-        []
-        if env is not None
-        else [kind for name in names if isinstance(kind := named_env(name), type) and issubclass(kind, GEMEnv)]
-    )
+    named = [] if env is not None else map(named_env, names)
+    own = [kind for kind in named if isinstance(kind, type) and issubclass(kind, GEMEnv)]
     if own:
         return _own_env(config, own[0], names)
     # Ids are resolved here: workers on Ray may not have registered the family.

@@ -130,16 +130,10 @@ COLUMNS = ("iteration", "steps", "task", "environment", "outcome", "turns", "ret
 
 def table_rows(recording: Recording, texts: Sequence[EpisodeText]) -> list[list[Any]]:
     """A row of :data:`COLUMNS` for each episode."""
-    return [
-        [
-            recording.iteration,
-            recording.steps,
-            str(each.task),  # a table's numbers are floats elsewhere, which would round it
-            each.env,
-            each.outcome,
-            each.turns,
-            each.reward,
-            "\n\n".join(f"[{_WRITERS[role]}]\n{text}" for role, text in each.messages),
-        ]
-        for each in texts
-    ]
+    rows: list[list[Any]] = []
+    for each in texts:
+        text = "\n\n".join(f"[{_WRITERS[role]}]\n{text}" for role, text in each.messages)
+        # The task as text: a table's numbers are floats elsewhere, which would round it.
+        about = (str(each.task), each.env, each.outcome, each.turns, each.reward)
+        rows.append([recording.iteration, recording.steps, *about, text])
+    return rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchrl_llm.envs.text_env import EnvSpec
+from torchrl_llm.envs.env_spec import EnvSpec
 
 
 def environment() -> dict[str, Any]:
@@ -21,11 +22,9 @@ def environment() -> dict[str, Any]:
     packages = ("torch", "torchrl", "tensordict", "transformers", "peft", "accelerate", "torchrl_llm")
     versions = {}
     for name in packages:
-        try:
+        # Such as this package, where it runs from a checkout and is not installed.
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            # Such as this package, where it runs from a checkout and is not installed.
-            continue
     # The number of threads decides in which order floats are added.
     return {"versions": versions, "threads": torch.get_num_threads(), "git_revision": git_revision()}
 

@@ -24,8 +24,6 @@ from torchrl_llm.modules.scorer import default_chunk_logits
 from torchrl_llm.runs.build import has_own_reference, make_lora
 from torchrl_llm.runs.config import RunSettings
 from torchrl_llm.runs.device import mixed_precision
-from torchrl_llm.runs.engines import engine_share, engine_size, vllm_settings
-from torchrl_llm.runs.settings import VLLMSettings
 from torchrl_llm.runs.sources import model_path
 from torchrl_llm.runs.teacher import find_teacher
 from torchrl_llm.trainers.config import MOST_TOKENS
@@ -150,7 +148,7 @@ def default_max_tokens(
     room, limit = float(_ROOM), float("inf")
     if device.type == "cuda":
         total = card or torch.cuda.get_device_properties(device).total_memory
-        engine = 0 if config.engine.sleeps else engine_memory(config, device, total)
+        engine = 0 if config.engine.sleeps else config.engine.memory(config, device, total)
         room, limit = _ROOM_SHARE * total, TAKEN * total - engine
     kept = sum(_kept(config, model, shards, device).values())
 
@@ -252,7 +250,7 @@ def trainer_memory(config: RunSettings, device: torch.device, processes: int = 1
     """Bytes of the device's memory for this training process: free, and in total.
 
     Args:
-        config: the settings. A vLLM engine of this process has its share of a GPU, unless it sleeps
+        config: the settings. An engine of this process has its share of a GPU, unless it sleeps
             during updates. What an engine on a CPU and workers on Ray take is not known here, and
             not taken off.
         device: of model and training; on other devices than CUDA's it is the host's memory.
@@ -266,38 +264,17 @@ def trainer_memory(config: RunSettings, device: torch.device, processes: int = 1
     if device.type != "cuda":
         return free_memory() // processes, host_memory() // processes
     free, total = torch.cuda.mem_get_info(device)
-    engine = 0 if config.engine.sleeps else engine_memory(config, device)
+    engine = 0 if config.engine.sleeps else config.engine.memory(config, device)
     return free - engine, total - engine
 
 
-def engine_memory(config: RunSettings, device: torch.device, card: int | None = None) -> int:
-    """Bytes of ``device`` that a vLLM engine takes for itself while it is awake; 0 where there is
-    none on that GPU.
-
-    Args:
-        config: the settings.
-        device: of model and training.
-        card: bytes of its memory; ``None``: as PyTorch finds them.
-
-    Examples:
-        >>> engine_memory(RunSettings.from_values(policy="vllm"), torch.device("cpu"))
-        0
-    """
-    engine = config.engine
-    if not isinstance(engine, VLLMSettings) or device.type != "cuda":
-        return 0
-    if config.collector == "ray" or engine.weight_sync == "nccl":  # it is elsewhere
-        return 0
-    return int(engine_share(config, device) * (card or torch.cuda.mem_get_info(device)[1]))
-
-
 def engine_weights(config: RunSettings, model: Any) -> int:
-    """Bytes of the weights that a vLLM engine holds on each of its GPUs.
+    """Bytes of the weights that an engine holds on each of its GPUs.
 
     Args:
         model: :func:`empty_model`.
     """
-    return model.num_parameters() * _engine_bytes(config) // engine_size(config)
+    return model.num_parameters() * _engine_bytes(config) // config.engine.num_gpus
 
 
 def engine_context(config: RunSettings, model: Any) -> int:
@@ -331,14 +308,13 @@ def engine_contexts(config: RunSettings, model: Any, memory: int) -> int:
         >>> engine_contexts(config, model, engine_weights(config, model) + room), engine_contexts(config, model, 0)
         (10, 0)
     """
-    free = (memory - engine_weights(config, model)) * engine_size(config)
+    free = (memory - engine_weights(config, model)) * config.engine.num_gpus
     return max(0, free // engine_context(config, model))
 
 
 def _engine_bytes(config: RunSettings) -> int:
     """Bytes of a number in an engine."""
-    dtype = vllm_settings(config).engine_dtype or config.model.dtype
-    # vLLM's "auto" narrows float32
+    dtype = config.engine.weights_dtype(config)
     return _HALF if dtype == "auto" else int(getattr(torch, dtype).itemsize)
 
 
@@ -426,7 +402,7 @@ def _sampler(config: RunSettings, model: Any, device: torch.device) -> dict[str,
     cache = _cached_numbers(model) * size * config.slots * config.env.max_model_len
     rows = {"rows": _ROW * config.rollouts.batch_size * config.env.max_model_len}
     # an engine takes its own share of the memory, whatever its contexts need
-    if config.policy != "hf":
+    if config.engine.owns_weights:
         return rows
     head = model.get_output_embeddings().weight
     packs = packs_head(head.numel(), torch.float32 if size == 4 else torch.float16, device)

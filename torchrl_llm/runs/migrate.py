@@ -10,11 +10,12 @@ from typing import Any
 import yaml
 
 from torchrl_llm.runs.config import RunSettings
-from torchrl_llm.runs.settings_file import RENAMED, Loader, composed
+from torchrl_llm.runs.settings_file import RENAMED, Loader, composed, fields_of
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.options import ConfigError, fits, options_of
 from torchrl_llm.utils.sections import (
     alternatives_of,
+    harmless_in,
     in_sections,
     section_of,
     sections_of,
@@ -105,10 +106,10 @@ def _left_out(values: Mapping[str, Any]) -> set[str]:
     the algorithm, and defaults of other policies and collectors."""
     found = set()
     for section, kind in alternatives_of(RunSettings, values).items():
-        options = settings_in(RunSettings, section)
+        options, harmless = settings_in(RunSettings, section), harmless_in(RunSettings, section)
         for name in values.keys() & options.keys():
             default = options[name].default
-            idle = section == "loss" or values[name] in (default, kind.harmless.get(name, default))
+            idle = section == "loss" or values[name] in (default, harmless.get(name, default))
             if (name not in options_of(kind) and idle) or (section == "loss" and values[name] is None):
                 found.add(name)
     return found
@@ -140,17 +141,9 @@ def _loaded(text: str) -> dict[str, Any]:
 
 def _names(path: Path, root: yaml.MappingNode) -> Iterator[str]:
     """The names of today of the settings, in the order of the file."""
-    seen: set[str] = set()
-    for key, _ in root.value:
-        where = f"{path}, line {key.start_mark.line + 1}:"
-        if not isinstance(key, yaml.ScalarNode):
-            raise ConfigError(f"{where} expected 'field: value', and the field is not text.")
-        name = RENAMED.get(key.value, (key.value, ""))[0]
+    for where, name, _ in fields_of(path, root, RENAMED):
         if name in sections_of(RunSettings):
             raise ConfigError(f"{where} {name} is a section: the file has them already.")
         if name not in settings_of(RunSettings):
             raise ConfigError(f"{where} {name!r} is not a setting.{nearest(name, [*settings_of(RunSettings)])}")
-        if name in seen:
-            raise ConfigError(f"{where} {name} is given twice.")
-        seen.add(name)
         yield name

@@ -127,13 +127,8 @@ def make_opponent(
     found = _find(opponent)
     if isinstance(found, str):
         return _saved(config, found, formatter.tokenizer, sampling)
-    return PlayerPolicy(
-        found,
-        formatter.tokenizer,
-        formatter.answer,
-        max_output_tokens=sampling.max_output_tokens,
-        seed=config.trainer.seed,
-    )
+    length, seed = sampling.max_output_tokens, config.trainer.seed
+    return PlayerPolicy(found, formatter.tokenizer, formatter.answer, max_output_tokens=length, seed=seed)
 
 
 def _find(given: str) -> Any:

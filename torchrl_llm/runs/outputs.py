@@ -93,9 +93,8 @@ def episodes_text(
     parts = []
     for number, row in enumerate(rows[:count], start=1):
         turns = int(row[keys.TURN_MASK].sum())
-        ended = outcome(
-            keys.StopReason(int(row[keys.TURN_STOP_REASON][turns - 1])), row[keys.TURN_REWARD][:turns].tolist()
-        )
+        stop = keys.StopReason(int(row[keys.TURN_STOP_REASON][turns - 1]))
+        ended = outcome(stop, row[keys.TURN_REWARD][:turns].tolist())
         task = tasks.setdefault(int(row.get(keys.TASK_ID, row[keys.GROUP_ID])), len(tasks) + 1)
         contexts = map(tokenizer.decode, _contexts(row[keys.TOKENS], row[keys.ATTENTION_MASK]))
         text = NEXT_SEGMENT.join(contexts).removesuffix(opening)

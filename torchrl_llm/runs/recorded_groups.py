@@ -27,9 +27,9 @@ class Group:
 
 def groups_of(recording: Recording, number: int) -> Iterator[Group]:
     """The groups of a recording, in order of appearance."""
-    task = recording.arrays["task_id" if "task_id" in recording.arrays else "group_id"].tolist()
-    for each in dict.fromkeys(task):
-        yield Group(recording, number, each, [row for row, own in enumerate(task) if own == each])
+    tasks = recording.tasks
+    for each in dict.fromkeys(tasks):
+        yield Group(recording, number, each, [row for row, own in enumerate(tasks) if own == each])
 
 
 def spans(recording: Recording, row: int) -> list[list[int]]:

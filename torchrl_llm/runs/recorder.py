@@ -98,12 +98,9 @@ class RolloutRecorder(Callback):
         before = self.folder.file("before")
         for path in [*([before] if before.exists() else []), *list(self.folder.training().values())[:1]]:
             try:
-                recording = read_recording(path)
+                tasks += read_recording(path).tasks
             except RecordingError as error:
                 logger.warning("%s", error)
-            else:
-                name = "task_id" if "task_id" in recording.arrays else "group_id"
-                tasks += recording.arrays[name].tolist()
         return list(dict.fromkeys(tasks))
 
     def on_batch(self, trainer: Any, rows: TensorDictBase, metrics: dict[str, float]) -> None:

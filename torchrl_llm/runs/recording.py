@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +79,11 @@ class Recording:
         return {name.removeprefix(_EXTRA): own for name, own in self.arrays.items() if name.startswith(_EXTRA)}
 
     @property
+    def tasks(self) -> list[int]:
+        """The task of each row; where none is known, its group."""
+        return self.arrays["task_id" if "task_id" in self.arrays else "group_id"].tolist()
+
+    @property
     def episodes(self) -> int:
         """How many episodes it has."""
         return len(self.arrays["tokens"])
@@ -103,14 +108,15 @@ def trimmed(rows: TensorDictBase) -> dict[str, Tensor]:
     turns = int(rows[keys.TURN_MASK].sum(-1).max()) if len(rows) else 0
     limits = {"token": width, "turn": turns}
     found = {}
-    for name, value in keys.known_entries(rows).items():
-        axis = keys.row_axis(name, value)
-        value = value[:, : limits[axis]] if axis in limits else value
-        found[_dotted(name)] = _narrow(name, value.detach().cpu())
+    for name in (*keys.ROW_VIEW, *map(keys.turn_extra, keys.turn_extras(rows))):
+        if (value := rows.get(name, None)) is not None:
+            axis = keys.row_axis(name, value)
+            value = value[:, : limits[axis]] if axis in limits else value
+            found[_stored(name)] = _narrow(name, value.detach().cpu())
     return found
 
 
-def _dotted(name: keys.NestedKey) -> str:
+def _stored(name: keys.NestedKey) -> str:
     return name if isinstance(name, str) else ".".join(name)
 
 
@@ -169,18 +175,11 @@ def read_recording(path: Path) -> Recording:
 
 def _wrong_about(recording: Recording) -> Iterator[str]:
     """What no recording of this library has beside its arrays: the file may be a stranger's."""
-    kinds = {
-        "kind": Kind,
-        "iteration": int,
-        "steps": int,
-        "gamma": float | None,
-        "env_names": list[str],
-        "interval": int,
-    }
-    for name, hint in kinds.items():
+    hints = get_type_hints(Recording)
+    for name in ("kind", "iteration", "steps", "gamma", "env_names", "interval"):
         value = getattr(recording, name)
-        if not fits(value, hint):
-            yield f"{name} is {value!r:.80}, expected {describe(hint)}"
+        if not fits(value, hints[name]):
+            yield f"{name} is {value!r:.80}, expected {describe(hints[name])}"
     for name in ("pieces", "texts", "missing"):
         if not all(isinstance(text, str) for text in getattr(recording, name).values()):
             yield f"{name} are not texts"
@@ -190,12 +189,9 @@ def _wrong_arrays(recording: Recording) -> Iterator[str]:
     """The same of its arrays: shapes, dtypes, and numbers that stand for something else."""
     arrays = recording.arrays
     sizes = {"row": arrays["tokens"].shape[:1], "token": arrays["tokens"].shape, "turn": arrays["turn.mask"].shape}
-    declared = {_dotted(name): spec for name, spec in keys.ROW_VIEW.items()}
+    declared = {_stored(name): (spec.axis, _DTYPES.get(spec.dtype, "")) for name, spec in keys.ROW_VIEW.items()}
     for name, array in arrays.items():
-        spec = declared.get(name)
-        axis, kinds = (
-            ("turn", "if") if name.startswith(_EXTRA) else (spec.axis, _DTYPES[spec.dtype]) if spec else ("", "")
-        )
+        axis, kinds = ("turn", "if") if name.startswith(_EXTRA) else declared.get(name, ("", ""))
         if axis and (array.shape != sizes[axis] or array.dtype.kind not in kinds):
             yield f"{name} is of shape {array.shape} and {array.dtype}, expected {sizes[axis]}"
     if lacking := [name for name in _NEEDED if name not in arrays]:

@@ -16,19 +16,7 @@ from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import ActorCritic, TurnPolicy
-from torchrl_llm.runs import build
-from torchrl_llm.runs.assembly import (
-    Given,
-    MakeLoss,
-    continue_run,
-    find_place,
-    load_networks,
-    make_environments,
-    make_loss_and_reference,
-    make_rollouts,
-    make_watchers,
-    settle,
-)
+from torchrl_llm.runs import assembly, build
 from torchrl_llm.runs.checkpoint import CheckpointStore
 from torchrl_llm.runs.checkpoint_files import verify
 from torchrl_llm.runs.config import RunSettings
@@ -162,10 +150,8 @@ class Run:
         saved = verify(path)["components"]
         if load_optimizer and "optimizer" not in saved:
             raise CheckpointError(f"{path} has no optimizer: pass load_optimizer=False.")
-        wanted = [
-            name for name, read in (("optimizer", load_optimizer), ("loss_state", True)) if read and name in saved
-        ]
-        states = read_states(path, *wanted)
+        wanted = ("optimizer", "loss_state") if load_optimizer else ("loss_state",)
+        states = read_states(path, *(name for name in wanted if name in saved))
         # The settings of the run, which the state of the checkpoint holds too, are this
         # run's own.
         optimizer = Optimizer(self.trainer.optimizer, self.trainer.distributed, keep=build.adamw_options(self.config))
@@ -204,7 +190,7 @@ def build_run(
     *,
     env: Any = None,
     make_env: Callable[..., GEMEnv] | None = None,
-    make_loss: MakeLoss | None = None,
+    make_loss: assembly.MakeLoss | None = None,
     callbacks: Sequence[Callback] = (),
     components: Mapping[str, Any] | None = None,
 ) -> Run:
@@ -233,19 +219,19 @@ def build_run(
             ``make_env``; a loss of other networks than ``models``.
         ImportError, RuntimeError: with ``collector="ray"``, Ray is not installed, or not running.
     """
-    given = Given(env, make_env, make_loss, (*callbacks,), components, build.make_callbacks(config))
+    given = assembly.Given(env, make_env, make_loss, (*callbacks,), components, build.make_callbacks(config))
     given.check(config)
     from_python = given.settings()
     with ExitStack() as opened:
-        place = find_place(config, given, opened)
+        place = assembly.find_place(config, given, opened)
         tokenizer = load_tokenizer(config)
-        config = settle(config, place, tokenizer)
-        environments = make_environments(config, place, tokenizer, given, opened)
+        config = assembly.settle(config, place, tokenizer)
+        environments = assembly.make_environments(config, place, tokenizer)
         config = environments.config
-        networks = load_networks(config, place, tokenizer, environments, opened)
-        loss, reference = make_loss_and_reference(config, networks, environments, given)
-        rollouts = make_rollouts(config, place, tokenizer, environments, networks, loss, opened)
-        watchers = make_watchers(config, place, tokenizer, networks, loss, given, from_python)
+        networks = assembly.load_networks(config, place, tokenizer, environments)
+        loss, reference = assembly.make_loss_and_reference(config, networks, environments, given)
+        rollouts = assembly.make_rollouts(config, place, tokenizer, environments, networks, loss)
+        watchers = assembly.make_watchers(config, place, tokenizer, networks, loss, from_python)
         trainer = LLMTrainer(
             collector=rollouts.collector,
             replay_buffer=rollouts.replay_buffer,
@@ -260,11 +246,11 @@ def build_run(
             callbacks=watchers.callbacks,
             accelerator=place.accelerator,
             seen_tasks=rollouts.seen_tasks,
-            offload=build.make_offload(config, networks.models),
+            offload=config.engine.offload(networks.models),
             numerics=place.numerics,
         )
         opened.callback(trainer.close)
-        continue_run(config, place, trainer, rollouts, watchers.checkpoints)
+        assembly.continue_run(config, place, trainer, rollouts, watchers.checkpoints)
         return Run(
             config=config,
             tokenizer=tokenizer,

@@ -16,7 +16,7 @@ from torchrl_llm.runs.table import read_metrics
 from torchrl_llm.utils.terminal import one_line
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunFiles:
     """The files of a run as its report reads them. A run may lack any of them: it still runs, or an
     older version wrote it.
@@ -64,16 +64,7 @@ class RunFiles:
             raise FileNotFoundError(
                 f"{folder} holds nothing of a run (run.json, result.json, {METRICS}, {FOLDER}/): give the output_dir of one."
             )
-        return cls(
-            folder=folder,
-            info=info,
-            result=result,
-            before=before,
-            after=after,
-            history=history,
-            recordings=recordings,
-            problems=problems,
-        )
+        return cls(folder, info, result, before, after, history, recordings, problems)
 
     def read(self, path: Path) -> Recording | None:
         """A recording; ``None``: the file is damaged, which :attr:`problems` then says."""
@@ -94,11 +85,8 @@ def _is_of(result: Mapping[str, Any], info: Mapping[str, Any], history: Sequence
 
 
 def _recordings(folder: Path) -> list[Path]:
-    order = [
-        folder / "before.safetensors",
-        *sorted(folder.glob("iteration-*.safetensors")),
-        folder / "after.safetensors",
-    ]
+    before, after = (folder / f"{kind}.safetensors" for kind in ("before", "after"))
+    order = [before, *sorted(folder.glob("iteration-*.safetensors")), after]
     return [path for path in order if path.exists()]
 
 

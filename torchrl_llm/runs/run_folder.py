@@ -171,11 +171,24 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock()
-        try:
-            return self._open(start, make_loggers)
-        except BaseException:
-            self.close()
-            raise
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            _write_mark(self.path, "run")
+            if start is not None:
+                start = self.checkpoints.own_place(start)  # clean() moves it there
+            self.checkpoints.clean()
+            if not self.config.output.overwrite:
+                for old in self._asides(_REPLACED):
+                    # by a run that did not get far; overwrite is not asked for any more
+                    _write_mark(old, _KEPT)
+            aside = self._make_room(start)
+            if aside is not None:
+                undo.callback(self._put_back, aside)
+                if start is None:
+                    undo.callback(self._discard, self.path)
+            loggers = make_loggers()
+            undo.pop_all()
+        return loggers
 
     def lock(self) -> None:
         """Lock the folder among processes, or raise ConfigError if another one has it; a second
@@ -224,26 +237,6 @@ class RunFolder:
     def _owner(self) -> RunFolder | None:
         """The run of this process that has the folder."""
         return _OPEN.get(self.path.resolve())
-
-    def _open(self, start: Path | None, make_loggers: Callable[[], list[Logger]]) -> list[Logger]:
-        _write_mark(self.path, "run")
-        if start is not None:
-            start = self.checkpoints.own_place(start)  # clean() moves it there
-        self.checkpoints.clean()
-        if not self.config.output.overwrite:
-            for old in self._asides(_REPLACED):
-                # by a run that did not get far; overwrite is not asked for any more
-                _write_mark(old, _KEPT)
-        aside = self._make_room(start)
-        try:
-            loggers = make_loggers()
-        except BaseException:
-            if aside is not None:
-                if start is None:
-                    self._discard(self.path)
-                self._put_back(aside)
-            raise
-        return loggers
 
     def settle(self) -> None:
         """Delete the run that this one has replaced, now that this one has a whole checkpoint.

@@ -18,6 +18,7 @@ from typing import Any
 
 from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, UnknownEnvironmentError, register_env_family
 from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic, weights
+from torchrl_llm.modules.hf.settings import ATTENTION
 from torchrl_llm.modules.lm import max_positions
 from torchrl_llm.modules.sampling import SamplingConfig
 from torchrl_llm.runs import build
@@ -28,7 +29,7 @@ from torchrl_llm.runs.device import choose_device
 from torchrl_llm.runs.environments import check_environment, make_environment, stock_env
 from torchrl_llm.runs.migrate import settings_of_now
 from torchrl_llm.runs.run_folder import MARK
-from torchrl_llm.runs.settings import ATTENTION, FORMATTER, ChatSettings, EnvSettings, names_of
+from torchrl_llm.runs.settings import FORMATTER, ChatSettings, EnvSettings, names_of
 from torchrl_llm.runs.settings_file import read_settings, write_settings
 from torchrl_llm.runs.sources import MODELS, load_model_config, load_tokenizer, model_path
 from torchrl_llm.runs.trust import check_base, check_kept
@@ -101,11 +102,10 @@ class SavedModel:
         # The players of a game of self-play are a group, and batches and slots hold whole groups.
         game = ("group_size", "batch_size") if self.settings.get("collector") == "self_play" else ()
         names = OF_THE_MODEL if only_model else (*USED, "collector", *game)
-        kept = {name: self.settings[name] for name in names if name in self.settings and name not in changes}
-        kept = {name: value for name, value in kept.items() if name not in _NOT_KEPT}
+        left_out = {*_NOT_KEPT, *changes}
         # of updates beside a vLLM engine: models sample here
-        if kept.get("attn_implementation") not in ATTENTION:
-            kept.pop("attn_implementation", None)
+        if self.settings.get("attn_implementation") not in ATTENTION:
+            left_out.add("attn_implementation")
         if "model_path" in changes and not self.is_adapter:
             raise ConfigError(f"model_path does nothing with {self.path}, which holds a whole model: leave it out.")
         base = {"model_path": str(self.weights), "lora_r": 0}
@@ -115,12 +115,11 @@ class SavedModel:
             if "model_path" not in changes:
                 check_base(base["model_path"], self.path)
         else:
-            for name in ("quantization", "dtype"):  # the files have a dtype of their own
-                kept.pop(name, None)
+            left_out |= {"quantization", "dtype"}  # the files have a dtype of their own
         same = "env_name" in changes and changes["env_name"] == self.settings.get("env_name")
         if "env_name" in changes and not same:
-            for name in ("env_weights", "env_options"):
-                kept.pop(name, None)
+            left_out |= {"env_weights", "env_options"}
+        kept = {name: self.settings[name] for name in names if name in self.settings.keys() - left_out}
         # The folder's options of an environment that its user names are asked for as the folder's.
         named = {"env_name": changes["env_name"]} if same and kept.get("env_options") else {}
         check_kept({**kept, **named}, self.path)
@@ -158,14 +157,10 @@ def find_saved_model(path: str | Path) -> SavedModel:
         return find_saved_model(newest)
     if (path / "sums.json").is_file():
         metadata = verify(path)["metadata"]
+        from_python = bool(metadata.get("env_from_python"))
+        settings = settings_for_use(_checked(metadata["config"], path), env_from_python=from_python)
         return SavedModel(
-            path=path,
-            weights=path / "actor",
-            tokenizer=path / "tokenizer",
-            settings=settings_for_use(
-                _checked(metadata["config"], path), env_from_python=bool(metadata.get("env_from_python"))
-            ),
-            metadata=metadata,
+            path=path, weights=path / "actor", tokenizer=path / "tokenizer", settings=settings, metadata=metadata
         )
     if not weights.has_weights(path):
         raise ConfigError(
@@ -187,12 +182,9 @@ def _checked(settings: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
 def for_run(config: RunSettings) -> dict[str, Any]:
     """The settings of a run that hold for each model that it loads beside its own, whatever that
     one was trained with."""
-    attention = (
-        {"attn_implementation": config.model.attn_implementation}
-        if config.model.attn_implementation in ATTENTION
-        else {}
-    )
-    return {"device": config.model.device, "trust_remote_code": config.model.trust_remote_code, **attention}
+    options = {"device": config.model.device, "trust_remote_code": config.model.trust_remote_code}
+    attention = config.model.attn_implementation
+    return options | ({"attn_implementation": attention} if attention in ATTENTION else {})
 
 
 def settings_for_use(settings: Mapping[str, Any], *, env_from_python: bool) -> dict[str, Any]:
@@ -313,7 +305,25 @@ def load_saved_model(saved: SavedModel, config: RunSettings) -> LoadedModel:
         4
     """
     with reading(saved.path):
-        return _load(saved, config)
+        tokenizer = load_tokenizer(config)
+        formatter = ChatFormatter(tokenizer, **{name: getattr(config.chat, name) for name in FORMATTER})
+        sampling = build.make_sampling(config, formatter)
+        formatter.stop_ids = sampling.stop_ids or ()
+        models = load_actor_critic(
+            model_path(config),
+            tokenizer=tokenizer,
+            lora=weights.read_adapter(saved.weights).config if saved.is_adapter else None,
+            sampling=sampling,
+            device=choose_device(config),
+            **build.given_options(config, *build.MODEL),
+            master_weights=False,
+            share_prefixes=False,
+        )
+        if saved.is_adapter:
+            model: Any = models.model
+            weights.load_adapters(model, {"actor": saved.weights})
+        policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.trainer.seed)
+        return LoadedModel(config=config, tokenizer=tokenizer, formatter=formatter, models=models, policy=policy)
 
 
 @contextmanager
@@ -332,25 +342,3 @@ def reading(path: Path) -> Iterator[None]:
         raise weights.WeightsError(
             f"The files of the model in {path} are damaged, or of another kind: {type(error).__name__}: {error}"
         ) from error
-
-
-def _load(saved: SavedModel, config: RunSettings) -> LoadedModel:
-    tokenizer = load_tokenizer(config)
-    formatter = ChatFormatter(tokenizer, **{name: getattr(config.chat, name) for name in FORMATTER})
-    sampling = build.make_sampling(config, formatter)
-    formatter.stop_ids = sampling.stop_ids or ()
-    models = load_actor_critic(
-        model_path(config),
-        tokenizer=tokenizer,
-        lora=weights.read_adapter(saved.weights).config if saved.is_adapter else None,
-        sampling=sampling,
-        device=choose_device(config),
-        **build.given_options(config, *build.MODEL),
-        master_weights=False,
-        share_prefixes=False,
-    )
-    if saved.is_adapter:
-        model: Any = models.model
-        weights.load_adapters(model, {"actor": saved.weights})
-    policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.trainer.seed)
-    return LoadedModel(config=config, tokenizer=tokenizer, formatter=formatter, models=models, policy=policy)

@@ -4,6 +4,7 @@ checks of YAML files."""
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import types
 from pathlib import Path
@@ -99,13 +100,9 @@ def _schema(hint: Any) -> dict[str, Any]:
 
 def _limits(limit: Range) -> dict[str, float]:
     """An interval in the words of a schema. An infinite end has none: JSON has no such number."""
-    low, high = (float(each) if "." in each else each for each in limit.interval[1:-1].split(", "))
+    low, high = limit.interval[1:-1].split(", ")
     ends = {
         ("minimum" if limit.interval[0] == "[" else "exclusiveMinimum"): low,
         ("maximum" if limit.interval[-1] == "]" else "exclusiveMaximum"): high,
     }
-    return {
-        name: int(value) if isinstance(value, str) else value
-        for name, value in ends.items()
-        if value not in ("-inf", "inf")
-    }
+    return {name: json.loads(end) for name, end in ends.items() if end not in ("-inf", "inf")}

@@ -27,10 +27,6 @@ from torchrl_llm.utils.sections import Alternative
 
 Algorithm = Literal["LLMPPO", "LLMREINFORCE", "GRPO", "SFT"]
 
-ATTENTION = ("eager", "sdpa")
-"""PyTorch's own implementations of attention, which take masks; transformers may fetch the code of
-others."""
-
 
 def is_template(text: str) -> bool:
     """Whether a text is a chat template, and not the path of one: whatever a template writes, it
@@ -236,98 +232,6 @@ class EnvSettings(Checked):
 
 
 @dataclass(kw_only=True)
-class EngineSettings(Alternative):
-    """What samples the responses."""
-
-    named_by = "policy"
-    harmless: ClassVar[Mapping[str, Any]] = dict.fromkeys(
-        ("compile_decode", "sleep_mode", "engine_process", "offload_base"), False
-    )
-
-    owns_weights: ClassVar[bool] = True
-    """Whether it has weights of its own, which are brought to it after every update."""
-
-    @property
-    def sleeps(self) -> bool:
-        """Whether it gives its memory to the trainer during updates."""
-        return False
-
-
-@dataclass(kw_only=True)
-class HFSettings(EngineSettings):
-    """The trained model itself (transformers)."""
-
-    known_as = "hf"
-    owns_weights = False
-
-    compile_decode: bool = False
-    """torch.compile the forward of a sampled token, in the first turn of a run; changes results by
-    rounding only. Not tried on a GPU; on a CPU it needs a C++ compiler."""
-
-
-@dataclass(kw_only=True)
-class VLLMSettings(EngineSettings):
-    """An engine of vLLM, which gets the weights after every update. ``None`` takes the default of
-    ``torchrl_llm.modules.load_engine``."""
-
-    known_as = "vllm"
-
-    engine_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
-    """Of the engine's weights; None takes dtype."""
-    tensor_parallel_size: Count | None = None
-    """GPUs that share the engine's model. With several training processes each has its engine on
-    its own GPU, and this is 1."""
-    gpu_memory_utilization: PositiveShare | None = None
-    """The engine's share of the memory of its GPUs; None takes 0.4 where the trainer is on the same
-    GPU, else 0.9 (on a worker on Ray with a part of a GPU, that part of it)."""
-    kv_cache_memory_bytes: Count | None = None
-    """Size of the engine's KV cache."""
-    enforce_eager: bool | None = None
-    """No graph capture in the engine."""
-    prefix_caching: bool | None = None
-    """The engine keeps the keys and values of earlier turns."""
-    engine_process: bool | None = None
-    """Run the engine in a process of its own."""
-    sleep_mode: bool | None = None
-    """The engine gives its GPU memory to the trainer during updates."""
-    offload_base: bool | None = None
-    """The trainer keeps the frozen base weights of LoRA in the host's memory while the engine
-    samples."""
-    weight_sync: Literal["adapter", "reload", "shared_memory", "nccl", "ipc"] | None = None
-    """How weights get into the engine: "adapter", "reload", "shared_memory", "nccl" (the engine on
-    other GPUs) or "ipc" (on the same one; both in a process of its own); None takes the fastest of
-    the first three that is correct."""
-
-    def __post_init__(self) -> None:
-        if self.weight_sync in ("nccl", "ipc") and self.engine_process is False:
-            raise ConfigError(
-                f"weight_sync={self.weight_sync!r} is to an engine in a process of its own, and engine_process=False: leave it out."
-            )
-        if self.weight_sync == "nccl" and self.sleep_mode:
-            raise ConfigError(
-                "weight_sync='nccl' has the engine on other GPUs, and sleep_mode gives it the trainer's in turns: choose one."
-            )
-
-    @property
-    def sleeps(self) -> bool:
-        return bool(self.sleep_mode)
-
-
-@dataclass(kw_only=True)
-class CustomSettings(EngineSettings):
-    """An engine of one's own, which gets the weights after every update."""
-
-    known_as = "custom"
-
-    engine_class: str | None = None
-    """What makes the engine, a TurnPolicy with weights of its own, as "package.module:Name": it is
-    called with the path of the model, the tokenizer, the sampling settings, seed= and
-    engine_options, on workers on Ray too."""
-    engine_options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of engine_class."""
-
-
-@dataclass(kw_only=True)
 class RolloutSettings(Alternative):
     """How batches are collected."""
 
@@ -348,6 +252,9 @@ class RolloutSettings(Alternative):
     """What SFT imitates: a scripted player, of torchrl_llm.envs.players or as
     "package.module:name"; a file of messages (.jsonl, .json or .parquet), or the folder of a run,
     whose recorded episodes are read; None: the model's own episodes (SFT)."""
+
+    place: ClassVar[str] = "in this process"
+    """Where the responses are sampled, in the words of ``torchrl-llm doctor``."""
 
     @property
     def staleness(self) -> int:
@@ -417,6 +324,7 @@ class AsyncRollouts(_ThreadSettings):
     """No episode waits for another."""
 
     known_as = "async"
+    place = "in this process, without a barrier"
 
     max_staleness: Natural | None = None
     """Updates that the weights of a token may be behind those it trains; 0 is on-policy. More than
@@ -432,6 +340,7 @@ class RayRollouts(AsyncRollouts):
     """On workers, of a Ray that is running; no episode waits for another."""
 
     known_as = "ray"
+    place = "on workers of Ray"
 
     ray_workers: Count | None = None
     """Number of workers; None takes 2."""
@@ -457,6 +366,7 @@ class SelfPlayRollouts(RolloutSettings):
     """All seats of games of several players are the policy's."""
 
     known_as = "self_play"
+    place = "in this process, for all seats of a game"
 
     group_size: Annotated[int, Range("[2, inf)", "the players of a game")] = 2
     """The players of a game."""

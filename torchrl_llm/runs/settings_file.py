@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import yaml
@@ -119,20 +120,11 @@ class _Reader:
         if section is not None and isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null":
             return  # all of it is left out, or a comment
         if not isinstance(node, yaml.MappingNode):
-            below = f", line {node.start_mark.line + 1}: expected", f" below {section}:"
-            said = (": expected", "") if section is None else below
-            raise ConfigError(f"{self.path}{said[0]} lines of the form 'field: value'{said[1]}.")
-        seen: set[str] = set()
-        for key, value in node.value:
-            where = f"{self.path}, line {key.start_mark.line + 1}:"
-            if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError(f"{where} expected 'field: value', and the field is not text.")
-            name = key.value
+            line, below = (f", line {node.start_mark.line + 1}", f" below {section}:") if section else ("", "")
+            raise ConfigError(f"{self.path}{line}: expected lines of the form 'field: value'{below}.")
+        for where, name, value in fields_of(self.path, node):
             if name not in known:
                 raise ConfigError(f"{where} {self._wrong(name, node, known, section)}")
-            if name in seen:
-                raise ConfigError(f"{where} {name} is given twice.")
-            seen.add(name)
             if section is None and name in sections_of(self.cls):
                 yield from self.read(value, settings_in(self.cls, name), name)
                 continue
@@ -151,11 +143,7 @@ class _Reader:
         given = [str(each.value) for each, _ in node.value]
         if name in settings:
             place = section_of(self.cls, name)
-            stands = (
-                f"{name} stands in no section, but beside them"
-                if place is None
-                else f"{name} stands in the section {place}"
-            )
+            stands = f"{name} stands in {'no section, but beside them' if place is None else f'the section {place}'}"
             old = section is None and sections.keys().isdisjoint(given)
             return f"{stands}{': torchrl-llm migrate translates a file without sections, as they were before 0.3.0' if old else ''}."
         if name in sections:
@@ -172,6 +160,27 @@ class _Reader:
             return f"{said} The sections are {', '.join(sections)}." if listed else said
         page = "migrating_from_agilerl" if system == "AgileRL" else "other_systems"
         return f"{said} The file looks like one for {system}; docs/{page}.md says what its names are here."
+
+
+def fields_of(
+    path: Path, node: yaml.MappingNode, renamed: Mapping[str, tuple[str, str]] = MappingProxyType({})
+) -> Iterator[tuple[str, str, yaml.Node]]:
+    """Where each field of a mapping stands, its name (by :data:`RENAMED`, the new one), and its
+    value.
+
+    Raises:
+        ConfigError: a field is not text, or is given twice.
+    """
+    seen: set[str] = set()
+    for key, value in node.value:
+        where = f"{path}, line {key.start_mark.line + 1}:"
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{where} expected 'field: value', and the field is not text.")
+        name, _ = renamed.get(key.value, (key.value, ""))
+        if name in seen:
+            raise ConfigError(f"{where} {name} is given twice.")
+        seen.add(name)
+        yield where, name, value
 
 
 def composed(path: Path) -> yaml.Node | None:

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from transformers import AutoConfig, AutoTokenizer
 
+from torchrl_llm.modules.hf.settings import ATTENTION
 from torchrl_llm.modules.lm import max_positions
 from torchrl_llm.runs.config import RunSettings
-from torchrl_llm.runs.settings import ATTENTION
 from torchrl_llm.runs.smollm2 import smollm2_model_path
 from torchrl_llm.runs.tiny import tiny_model_path
 from torchrl_llm.utils.hints import nearest
@@ -70,11 +70,10 @@ def check_length(config: RunSettings, length: int) -> None:
         length: the ``max_model_len`` of the run.
 
     Raises:
-        ConfigError: it is more. An engine of vLLM, which knows more kinds of positions, says so
-            itself.
+        ConfigError: it is more. An engine, which may know more kinds of positions, says so itself.
     """
     most = max_positions(load_model_config(config).get_text_config())
-    if config.policy == "hf" and length > most:
+    if not config.engine.owns_weights and length > most:
         raise ConfigError(
             f"max_model_len is {length}, and the model {config.model.model_path!r} has {most} positions: lower it, or take "
             "a model with more."

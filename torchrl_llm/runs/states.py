@@ -95,10 +95,8 @@ class Optimizer:
         Raises:
             CheckpointError: the parameter groups are not as many or not as large as those here.
         """
-        theirs, ours = (
-            [len(group["params"]) for group in groups]
-            for groups in (state_dict["param_groups"], self.optimizer.param_groups)
-        )
+        both = state_dict["param_groups"], self.optimizer.param_groups
+        theirs, ours = ([len(group["params"]) for group in groups] for groups in both)
         if theirs != ours:
             raise CheckpointError(
                 f"The checkpoint's optimizer has parameter groups of {theirs} tensors; expected {ours}, as the one here has (of actor, "
@@ -108,11 +106,8 @@ class Optimizer:
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for index, values in state_dict["state"].items():
             shape = parameters[int(index)].shape
-            if wrong := [
-                value.shape
-                for value in values.values()
-                if torch.is_tensor(value) and value.ndim and value.shape != shape
-            ]:
+            shapes = [value.shape for value in values.values() if torch.is_tensor(value) and value.ndim]
+            if wrong := [each for each in shapes if each != shape]:
                 raise CheckpointError(
                     f"The checkpoint's optimizer has the state of a parameter of shape {[*wrong[0]]}, which has the shape {[*shape]} "
                     "here. Give the run the networks and the loss of the checkpoint, or start another run from its weights with "

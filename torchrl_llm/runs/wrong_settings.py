@@ -12,7 +12,7 @@ from typing import Any
 from torchrl_llm.keys import TurnColumn, extra
 from torchrl_llm.objectives import GroupRelative, TurnLoss
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator
-from torchrl_llm.runs.settings import CustomSettings, RayRollouts, TurnRollouts, VLLMSettings
+from torchrl_llm.runs.settings import TurnRollouts
 from torchrl_llm.utils.options import options_of
 
 
@@ -70,11 +70,6 @@ def wrong_self_play(config: Any) -> Iterator[str]:
         )
     if config.evaluation.evaluation_greedy:
         yield "evaluation_greedy plays each task once, and games against an opponent are none that repeat: leave it out."
-    if isinstance(config.engine, VLLMSettings) and (config.engine.offload_base or config.engine.sleep_mode):
-        yield (
-            'offload_base and sleep_mode move weights away while the engine samples, and the opponent of collector="self_play" needs '
-            "them: leave them out."
-        )
 
 
 def wrong_branches(config: Any) -> Iterator[str]:
@@ -106,7 +101,7 @@ def wrong_trees(config: Any) -> Iterator[str]:
             f"tree_branches={branches} trains on continuations, and branches={config.rollouts.branches} values states by further ones: leave one of "
             "them out."
         )
-    elif not kind.takes_trees:
+    elif not kind.respects_units:
         yield f"tree_branches={branches} makes rows that begin with the same turns, and {kind.__name__} takes none: leave one of them out."
     elif issubclass(kind, GroupRelative):
         if getattr(config.loss, "baseline", options_of(kind)["baseline"].default) != "leave_one_out":
@@ -121,38 +116,3 @@ def wrong_trees(config: Any) -> Iterator[str]:
             f"tree_branches={branches} makes trees of {size} episodes, and group_size={group} is not a multiple of that: set group_size to "
             f"{max(1, group // size) * size} or another multiple."
         )
-
-
-def wrong_engine(config: Any) -> Iterator[str]:
-    """What is wrong with how an engine gets its weights and its memory."""
-    engine, rollouts = config.engine, config.rollouts
-    if isinstance(engine, CustomSettings) and engine.engine_class is None:
-        yield 'policy="custom" needs engine_class, what makes the engine: "package.module:Name".'
-    if isinstance(engine, CustomSettings) and "seed" in engine.engine_options:
-        yield "engine_options has seed, which is a setting of its own: leave it out."
-    if not isinstance(engine, VLLMSettings):
-        return
-    if rollouts.staleness and engine.sleep_mode:
-        yield f"max_staleness={rollouts.staleness} samples during updates, and sleep_mode stops the engine for them: choose one."
-    if engine.weight_sync == "adapter" and not config.weights.lora_r:
-        yield "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out."
-    if engine.offload_base and not config.weights.lora_r:
-        yield "offload_base moves the frozen base of LoRA, and lora_r=0 trains all weights: leave it out."
-    if engine.offload_base and config.model.quantization is not None:
-        yield f"quantization={config.model.quantization!r} keeps a part of the base on the GPU, which offload_base would move: choose one."
-    if engine.offload_base and (config.collector == "ray" or engine.weight_sync == "nccl"):
-        elsewhere = "collector='ray'" if config.collector == "ray" else "weight_sync='nccl'"
-        yield f"offload_base makes room for an engine on the trainer's GPU, and {elsewhere} has it on others: leave it out."
-    if not isinstance(rollouts, RayRollouts):
-        return
-    size, gpus = engine.tensor_parallel_size or 1, rollouts.ray_worker_gpus
-    # With one GPU for each engine, a part of it is what several workers share.
-    if gpus and size > 1 and gpus < size:
-        yield (
-            f"tensor_parallel_size={size} spreads the engine of a worker over {size} GPUs, and ray_worker_gpus={gpus} gives it fewer: set "
-            f"ray_worker_gpus to {size}."
-        )
-    if engine.sleep_mode:
-        yield "sleep_mode shares a GPU with the trainer, and the engines of collector='ray' have their own: leave it out."
-    if engine.weight_sync not in (None, "adapter"):
-        yield f"weight_sync={engine.weight_sync!r} needs the engine here, and collector='ray' has it elsewhere: leave it out."

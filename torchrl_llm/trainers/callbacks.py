@@ -124,9 +124,8 @@ class ProgressBar(Callback):
     def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
         if self._bar is None:
             raise RuntimeError("ProgressBar.on_iteration was called before on_start.")
-        self._postfix |= {
-            name.removeprefix("rollout/"): f"{metrics[name]:.3g}" for name in self._shown if name in metrics
-        }
+        shown = [name for name in self._shown if name in metrics]
+        self._postfix |= {name.removeprefix("rollout/"): f"{metrics[name]:.3g}" for name in shown}
         self._bar.set_postfix(self._postfix, refresh=False)  # update() draws
         self._bar.total = self._end(trainer)
         # The last iteration may collect more than max_steps.

@@ -93,9 +93,8 @@ def evaluate(
     if distributed is not None:
         rows, texts = distributed.all_gather_rows(rows), dict(distributed.all_gather([*texts.items()]))
     wanted = [all_tasks[i] for i in chosen]
-    collected = rows[
-        torch.isin(rows[keys.EPISODE_ID], torch.tensor([t.episode_id for t in wanted], device=rows.device))
-    ]
+    ids = torch.tensor([task_spec.episode_id for task_spec in wanted], device=rows.device)
+    collected = rows[torch.isin(rows[keys.EPISODE_ID], ids)]
     expected = with_missing(collected, wanted, rows[:1])
     return summarize(collected, expected, wanted, env=base, opponent=opponent, seen_tasks=seen_tasks, texts=texts)
 

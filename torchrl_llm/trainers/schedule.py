@@ -105,11 +105,9 @@ def limit_reached(config: TrainerConfig, *, steps: int, iteration: int, seconds:
     """Why a run ends after this iteration; ``None``: it continues."""
     if steps >= config.max_steps:
         return f"max_steps={config.max_steps} turns played"
-    if config.max_iterations is not None and iteration >= config.max_iterations:
-        return f"max_iterations={config.max_iterations}"
-    if config.max_seconds is not None and seconds >= config.max_seconds:
-        return f"max_seconds={config.max_seconds}"
-    return None
+    others = ("max_iterations", config.max_iterations, iteration), ("max_seconds", config.max_seconds, seconds)
+    reached = (f"{name}={limit}" for name, limit, now in others if limit is not None and now >= limit)
+    return next(reached, None)
 
 
 def run_share(config: TrainerConfig, *, steps: int, iteration: int, seconds: float) -> float:
@@ -121,12 +119,8 @@ def run_share(config: TrainerConfig, *, steps: int, iteration: int, seconds: flo
         >>> run_share(config, steps=100, iteration=2, seconds=5.0), run_share(config, steps=500, iteration=2, seconds=5.0)
         (0.2, 0.5)
     """
-    shares = [steps / config.max_steps]
-    if config.max_iterations is not None:
-        shares.append(iteration / config.max_iterations)
-    if config.max_seconds is not None:
-        shares.append(seconds / config.max_seconds)
-    return min(1.0, max(shares))
+    limits = (steps, config.max_steps), (iteration, config.max_iterations), (seconds, config.max_seconds)
+    return min(1.0, max(now / limit for now, limit in limits if limit is not None))
 
 
 def endless_warm_up(config: TrainerConfig, steps: int) -> str | None:

@@ -42,7 +42,7 @@ from torchrl_llm.trainers.credit import Credit
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import Evaluator
 from torchrl_llm.trainers.update import Update
-from torchrl_llm.utils.fixed import Fixed
+from torchrl_llm.utils.fixed import Delegated, Fixed
 from torchrl_llm.utils.interrupts import Interrupted, catch_signals, interruptible, run_begins
 from torchrl_llm.utils.options import ConfigError, check_value
 from torchrl_llm.weight_update import WeightSync
@@ -122,6 +122,8 @@ class LLMTrainer:
     reference = Fixed[TokenScorer | None]()
     replay_buffer = Fixed[ReplayBuffer]()
     weight_sync = Fixed[WeightSync | None]()
+    skipped_in_a_row = Delegated[int]("updater.skipped_in_a_row")
+    """Optimizer steps that were skipped since the last one that was taken."""
 
     def __init__(
         self,
@@ -255,15 +257,6 @@ class LLMTrainer:
         """Seconds of training, those before a resume included."""
         return time.monotonic() - self._started
 
-    @property
-    def skipped_in_a_row(self) -> int:
-        """Optimizer steps that were skipped since the last one that was taken."""
-        return self.updater.skipped_in_a_row
-
-    @skipped_in_a_row.setter
-    def skipped_in_a_row(self, steps: int) -> None:
-        self.updater.skipped_in_a_row = steps
-
     def state_dict(self) -> dict[str, Any]:
         """The counters and generators of the run, without weights, optimizer and collector; to be
         taken between iterations."""
@@ -306,7 +299,11 @@ class LLMTrainer:
         # They end from right to left: the run is saved before the collector shuts down, and the
         # handlers go last.
         products = self.numerics.products()
-        with catch_signals(resume), products, closing(self), self._end_watched(), self.saved_if_interrupted():
+        with catch_signals(resume), products, closing(self), ExitStack() as last_to_first, self.saved_if_interrupted():
+            # Each ends, whatever the others raise; the first, which may hold the folder that the
+            # others write to, as the last.
+            for callback in self.callbacks:
+                last_to_first.callback(callback.on_end, self)
             for callback in self.callbacks:
                 callback.on_start(self)
             run_begins()
@@ -537,17 +534,6 @@ class LLMTrainer:
         self.stop_reason = None
         self.start_clock()
         self._check_limits()
-
-    @contextmanager
-    def _end_watched(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            # Each ends, whatever the others raise; the first, which may hold the folder that the
-            # others write to, as the last.
-            with ExitStack() as last_to_first:
-                for callback in self.callbacks:
-                    last_to_first.callback(callback.on_end, self)
 
     def close(self) -> None:
         """Shut the collector down and flush the loggers, also if one of them fails; safe to call

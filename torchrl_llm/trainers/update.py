@@ -215,9 +215,8 @@ class Update:
             outputs.append(out)
         merged = self.distributed.merge_outputs(outputs)
         padding = torch.tensor(data.padding_share(parts), dtype=torch.float64)
-        return {name: value for key, value in merged.items() if (name := loss_metric(key))} | {
-            "data/padding_share": padding
-        }
+        metrics = {name: value for key, value in merged.items() if (name := loss_metric(key))}
+        return metrics | {"data/padding_share": padding}
 
     def step(self, region: TrustRegion | None = None) -> dict[str, Tensor]:
         """Clip the gradient and step; a gradient that is not finite takes no step, and weights and
@@ -282,19 +281,14 @@ class Update:
         if self.warms_up_critic:
             # None and not zeros, which AdamW would step with its moments and weight decay. A trunk
             # that actor and critic share is in the actor's group, and keeps still too.
-            others = [
-                group
-                for name, group in zip(self.group_names, self.optimizer.param_groups, strict=False)
-                if name != "critic"
-            ]
-            for parameter in chain.from_iterable(group["params"] for group in others):
+            groups = zip(self.group_names, self.optimizer.param_groups, strict=False)
+            for parameter in chain.from_iterable(group["params"] for name, group in groups if name != "critic"):
                 parameter.grad = None
         # Once for all groups: a gradient scaler refuses to unscale twice.
         self.distributed.accelerator.unscale_gradients(self.optimizer)
         norms = clip_gradients(self.optimizer, self.config.max_grad_norm)
-        return {
-            f"optim/grad_norm_{name}": full_on_cpu(norm) for name, norm in zip(self.group_names, norms, strict=False)
-        }
+        named = zip(self.group_names, norms, strict=False)
+        return {f"optim/grad_norm_{name}": full_on_cpu(norm) for name, norm in named}
 
     def log_prob_gap(self, batch: TensorDictBase, first_step: Mapping[str, Tensor]) -> dict[str, float]:
         """The mean difference of the log-probs of scorer and sampler before the update; nothing for

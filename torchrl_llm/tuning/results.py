@@ -43,9 +43,8 @@ def summary(tuning: TuningConfig, grid: Any) -> list[dict[str, Any]]:
         scores = {each: metrics.get(each) for each in _SCORES}
         error = None if result.error is None else str(result.error).strip().splitlines()[-1]
         done = {"generations": metrics.get("training_iteration", 0), "finished": bool(metrics.get("done"))}
-        trials.append(
-            {"trial": name, "folder": f"{TRIALS}/{name}", "settings": settings, **done, **scores, "error": error}
-        )
+        told = {"trial": name, "folder": f"{TRIALS}/{name}", "settings": settings}
+        trials.append({**told, **done, **scores, "error": error})
     return sorted(trials, key=lambda trial: (trial["error"] is not None, -(trial[tuning.metric] or 0), trial["trial"]))
 
 
@@ -66,9 +65,8 @@ def table(trials: Sequence[dict[str, Any]]) -> str:
             lines.append(f"{start}failed: {each['error']}  {settings}")
             continue
         interval = f"[{each['success_low']:.3f}, {each['success_high']:.3f}]"
-        lines.append(
-            f"{start}{each['success']:8.3f}  {interval}  {each['reward']:6.3f}  {each['turns']:5d}  {settings}"
-        )
+        rest = f"{interval}  {each['reward']:6.3f}  {each['turns']:5d}  {settings}"
+        lines.append(f"{start}{each['success']:8.3f}  {rest}")
     return "\n".join(lines)
 
 

@@ -13,13 +13,7 @@ from typing import Any, Literal, Self
 from torchrl_llm.modules.sampling import SamplingConfig
 from torchrl_llm.runs import RunSettings
 from torchrl_llm.runs.config import HOW_TO_RUN, INITIAL_WEIGHTS
-from torchrl_llm.runs.settings import (
-    ChatSettings,
-    EnvSettings,
-    EvaluationSettings,
-    ModelSettings,
-    names_of,
-)
+from torchrl_llm.runs.settings import ChatSettings, EnvSettings, EvaluationSettings, ModelSettings, names_of
 from torchrl_llm.runs.settings_file import read_settings
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.options import Checked, ConfigError, Count, Natural, NonNegative, Positive, fits
@@ -31,9 +25,7 @@ _BUDGET = ("max_iterations", "max_seconds", "stop_at_success")
 _SCORE = (
     *(name for name in (*names_of(ChatSettings), *names_of(EnvSettings)) if name != "num_envs"),
     *names_of(EvaluationSettings),
-    "seed",
-    "step_timeout",
-    "opponent",
+    *("seed", "step_timeout", "opponent"),
 )
 """Settings that change what an evaluation measures: with them in a space scores could not be
 compared."""
@@ -185,9 +177,8 @@ class TuningConfig(Checked):
         if starts or self.scheduler != "pbt":
             return config
         # With another class come its defaults.
-        brought = {
-            name for choice, part in _BRINGING.items() if choice in sampled for name in settings_in(RunSettings, part)
-        }
+        chosen = [section for choice, section in _BRINGING.items() if choice in sampled]
+        brought = {name for section in chosen for name in settings_in(RunSettings, section)}
         return config.replace(accept_changes=["max_iterations", *sorted({*sampled, *brought})])
 
     def _problems(self) -> Iterator[str]:
@@ -200,9 +191,7 @@ class TuningConfig(Checked):
                 yield f"base sets {name}, which the tuning decides (generations, episodes, resume): leave it out of {self.base}."
         for name in ("wandb", "trackio"):
             if self.settings.get(name):
-                yield (
-                    f"base sets {name}, and a copy of a trial would log to the original's run there: leave it out of {self.base}."
-                )
+                yield f"base sets {name}, and a copy of a trial would log to the original's run there: leave it out of {self.base}."
         base = self.base_config
         if not base.trainer.evaluation_interval:
             yield "base sets evaluation_interval=0, and trials are compared by evaluations: set it to 1 or more."

@@ -53,6 +53,10 @@ class ArgumentParser(argparse.ArgumentParser):
         self.sections: dict[str, tuple[str, argparse.ArgumentParser]] = {}
         self._help = self.add_argument("-h", "--help", action=_Help, nargs=0, help="show this and exit")
 
+    def add_switch(self, flag: str, meaning: str) -> None:
+        """Add a flag without a value: ``False``, unless it is given."""
+        self.add_argument(flag, action="store_true", default=False, help=meaning)
+
     def add_section(self, name: str, title: str, parser: argparse.ArgumentParser) -> None:
         """Leave flags to ``--help NAME``, which prints the help of a parser that has them."""
         self.sections[name] = (title, parser)
@@ -76,20 +80,13 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def section_of(self, name: str) -> str | None:
         """The section that is called so, or that has a flag of this name."""
-        if name in self.sections:
-            return name
-        return next(
-            (section for section, (_, parser) in self.sections.items() if f"--{name}" in parser._option_string_actions),
-            None,
-        )
+        having = [own for own, (_, parser) in self.sections.items() if f"--{name}" in parser._option_string_actions]
+        return name if name in self.sections else next(iter(having), None)
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and the message alone: a usage may have a hundred lines."""
-        lists = (
-            f"--help lists every {self.noun}"
-            if not self.sections
-            else "--help lists the sections, --help SECTION what is in one"
-        )
+        all_at_once, by_section = f"every {self.noun}", "the sections, --help SECTION what is in one"
+        lists = f"--help lists {by_section if self.sections else all_at_once}"
         said = printable(f"{self.prog}: error: {message} ({lists}.)")
         self.exit(2, f"{said}\n")
 

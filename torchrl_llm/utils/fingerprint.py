@@ -16,7 +16,7 @@ from enum import Enum
 from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType, NoneType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 _PLAIN = (str, bytes, bool, int, float, NoneType)
@@ -147,14 +147,10 @@ def _found(part: Any) -> dict[str, Any]:
     for function in _functions(part):
         around = function.__globals__
         values = {name: around[name] for name in _names(function.__code__, "LOAD_GLOBAL") if name in around}
-        modules = [
-            each for each in values.values() if isinstance(each, ModuleType) and not _is_installed_module(each.__name__)
-        ]
-        for module in modules:
-            inside = _names(function.__code__, "LOAD_ATTR", "LOAD_METHOD") & vars(module).keys() - _assigned(
-                vars(module)
-            )
-            values |= {f"{module.__name__}.{name}": vars(module)[name] for name in inside}
+        modules = [each for each in values.values() if isinstance(each, ModuleType)]
+        for own in [vars(each) for each in modules if not _is_installed_module(each.__name__)]:
+            inside = _names(function.__code__, "LOAD_ATTR", "LOAD_METHOD") & own.keys() - _assigned(own)
+            values |= {f"{own['__name__']}.{name}": own[name] for name in inside}
         assigned = _assigned(around) if values else frozenset()
         found |= {name: value for name, value in values.items() if name not in assigned and not name.startswith("__")}
     return {name: found[name] for name in sorted(found) if isinstance(found[name], _KEPT)}
@@ -169,7 +165,8 @@ def _members(part: Any, outer: tuple[int, ...]) -> str:
         own = {name: value for name, value in vars(part).items() if not name.startswith("__") and name not in assigned}
         found |= {f"self.{name}": own[name] for name in sorted(own) if isinstance(own[name], _PLAIN)}
     values = [f"{name}={_text(value, outer)}" for name, value in found.items()]
-    return " ".join([*(_function(each, outer) for each in functions), *values])
+    code = [f"{each.__qualname__} {_code(each.__code__)} {_text(_given(each), outer)}" for each in functions]
+    return " ".join([*code, *values])
 
 
 def _functions(holder: Any) -> list[FunctionType]:
@@ -181,14 +178,11 @@ def _functions(holder: Any) -> list[FunctionType]:
     return [member for member in members if isinstance(member, FunctionType)]
 
 
-def _function(function: FunctionType, outer: tuple[int, ...]) -> str:
-    return f"{function.__qualname__} {_code(function.__code__)} {_text(_given(function), outer)}"
-
-
 def _given(function: FunctionType) -> list[Any]:
     """What a function has as defaults, and from the function around it."""
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    kept = [each for each in cells if isinstance(each, _KEPT)]
+    # An empty cell is of a variable that has no value yet.
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    kept = [each for each in cells if each is not None and isinstance(each, _KEPT)]
     return [*(function.__defaults__ or ()), *kept, function.__kwdefaults__ or {}]
 
 
@@ -205,13 +199,6 @@ def _names(code: CodeType, *instructions: str) -> frozenset[str]:
     own = {each.argval for each in dis.get_instructions(code) if each.opname in instructions}
     inner = (_names(each, *instructions) for each in code.co_consts if isinstance(each, CodeType))
     return frozenset(own).union(*inner)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return bool(cell.cell_contents is not None)
-    except ValueError:  # of a variable that has no value yet
-        return False
 
 
 def _code(code: CodeType) -> str:

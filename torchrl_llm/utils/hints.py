@@ -62,11 +62,8 @@ def system_of(names: Iterable[str]) -> str | None:
         ('AgileRL', 'TRL', None)
     """
     names = list(names)
-    scores = {
-        system: sum(name.lower() in _parts(system) for name in names)
-        + 2 * len(MARKS.get(system, frozenset()) & {*names})
-        for system in SYSTEMS
-    }
+    marked = {system: 2 * len(MARKS.get(system, frozenset()) & {*names}) for system in SYSTEMS}
+    scores = {system: sum(n.lower() in _parts(system) for n in names) + score for system, score in marked.items()}
     best = max(scores, key=scores.__getitem__)
     return best if scores[best] >= 2 else None
 

@@ -25,14 +25,7 @@ import torch.distributed as dist
 from torchrl_llm.utils.terminal import printable
 
 # torchrl_llm.trainers exports the functions for scripts.
-__all__ = [
-    "Interrupted",
-    "catch_signals",
-    "children_ignore_sigint",
-    "held",
-    "interruptible",
-    "run_begins",
-]
+__all__ = ["Interrupted", "catch_signals", "children_ignore_sigint", "held", "interruptible", "run_begins"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -236,7 +229,7 @@ def held() -> Iterator[Callable[[], None]]:
     """
     signals = _active
     if signals is None or not signals.drops or threading.current_thread() is not threading.main_thread():
-        yield _nothing
+        yield lambda: None
         return
     signals.drops = False
     try:
@@ -245,10 +238,6 @@ def held() -> Iterator[Callable[[], None]]:
         signals.drops = True
     # After the finally, so that an error from inside is not replaced.
     signals.check()
-
-
-def _nothing() -> None:
-    pass
 
 
 @contextmanager

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import inspect
 import re
-import types
 from collections.abc import Mapping
-from functools import reduce
-from operator import or_
-from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin
+from types import MappingProxyType, UnionType
+from typing import Any, ClassVar, Literal, Self, cast, get_args
 
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.options import (
@@ -39,6 +37,7 @@ __all__ = [
     "alternatives_of",
     "choices_of",
     "family_of",
+    "harmless_in",
     "in_sections",
     "meanings_of",
     "meant",
@@ -60,8 +59,9 @@ class Alternative(Checked):
     known_as: ClassVar[str]
     """The name of the class in settings, by default that of Python."""
 
-    harmless: ClassVar[Mapping[str, Any]] = types.MappingProxyType({})
-    """Values of settings of other classes that ask for what happens anyway, and are no error."""
+    harmless: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Values of its settings that ask for what happens anyway beside another class of the section,
+    and are no error there."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -82,11 +82,8 @@ def sections_of(cls: type[Checked]) -> Mapping[str, tuple[type[Checked], ...]]:
     """The fields of a class that are sections: name -> the classes of which the section has one.
     Other fields are settings themselves."""
     hints = {name: option.hint for name, option in options_of(cls).items()}
-    kinds = {
-        name: get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-        for name, hint in hints.items()
-    }
-    return types.MappingProxyType({name: each for name, each in kinds.items() if all(map(is_section, each))})
+    kinds = {name: get_args(hint) if isinstance(hint, UnionType) else (hint,) for name, hint in hints.items()}
+    return MappingProxyType({name: each for name, each in kinds.items() if all(map(is_section, each))})
 
 
 def family_of(kinds: tuple[type[Checked], ...]) -> type[Checked]:
@@ -97,7 +94,7 @@ def family_of(kinds: tuple[type[Checked], ...]) -> type[Checked]:
 @remembered
 def choices_of(cls: type[Checked]) -> Mapping[str, str]:
     """The settings that name the class of a section: name -> the section."""
-    return types.MappingProxyType(
+    return MappingProxyType(
         {kind.named_by: section for section, (kind, *_) in sections_of(cls).items() if issubclass(kind, Alternative)}
     )
 
@@ -131,24 +128,23 @@ def settings_of(cls: type[Checked]) -> Mapping[str, Option]:
     Raises:
         TypeError: two of them have one name.
     """
-    return types.MappingProxyType({name: each for part in _by_section(cls).values() for name, each in part.items()})
+    return MappingProxyType({name: each for part in _by_section(cls).values() for name, each in part.items()})
 
 
 def _merged(kinds: tuple[type[Checked], ...]) -> dict[str, Option]:
     """The options that any of the classes has."""
-    found: dict[str, list[Option]] = {}
-    for kind in kinds:
-        for name, option in options_of(kind).items():
-            found.setdefault(name, []).append(option)
-    return {
-        name: Option(
-            reduce(or_, (each.hint for each in options)),
-            options[0].default
-            if all(each.default == options[0].default for each in options)
-            else inspect.Parameter.empty,
-        )
-        for name, options in found.items()
-    }
+    found: dict[str, Option] = {}
+    for name, option in ((name, option) for kind in kinds for name, option in options_of(kind).items()):
+        before = found.get(name, option)
+        default = before.default if before.default == option.default else inspect.Parameter.empty
+        found[name] = Option(before.hint | option.hint, default)
+    return found
+
+
+def harmless_in(cls: type[Checked], section: str) -> dict[str, Any]:
+    """The values that the classes of a section declare :attr:`~Alternative.harmless`."""
+    kinds = cast(tuple[type[Alternative], ...], sections_of(cls)[section])
+    return {name: value for kind in kinds for name, value in kind.harmless.items()}
 
 
 @remembered
@@ -162,7 +158,7 @@ def meanings_of(cls: type[Checked]) -> Mapping[str, str]:
             having = [kind for kind in kinds if name in options_of(kind)]
             only = "" if len(having) == len(kinds) else f" ({', '.join(map(_name, having))})"
             found[name] = f"{meanings(having[0])[name].removesuffix('.')}{only}."
-    return types.MappingProxyType(found)
+    return MappingProxyType(found)
 
 
 def _name(kind: type[Checked]) -> str:
@@ -197,11 +193,8 @@ def meant(cls: type[Checked], name: str, *, here: str | None = None, system: str
 
 def in_sections(cls: type[Checked], values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by name -> the same in their sections, in the order of the class."""
-    own, *parts = (
-        {name: values[name] for name in settings_in(cls, section) if name in values}
-        for section in (None, *sections_of(cls))
-    )
-    return own | {section: part for section, part in zip(sections_of(cls), parts, strict=True) if part}
+    parts = {section: {n: values[n] for n in names if n in values} for section, names in _by_section(cls).items()}
+    return parts[None] | {section: part for section, part in parts.items() if section and part}
 
 
 class Sectioned(Checked):
@@ -255,11 +248,8 @@ class Sectioned(Checked):
         given = _by_name(cls, values)
         kinds = _kinds(cls, given)
         _check_others(cls, kinds, given)
-        parts = {
-            section: kind(**{name: given[name] for name in options_of(kind) if name in given})
-            for section, kind in kinds.items()
-        }
-        return cls(**{name: given[name] for name in options_of(cls) if name in given}, **parts)
+        own = {kind: {n: given[n] for n in options_of(kind) if n in given} for kind in (cls, *kinds.values())}
+        return cls(**own[cls], **{section: kind(**own[kind]) for section, kind in kinds.items()})
 
     def values(self) -> dict[str, Any]:
         """All settings by name, without their sections."""
@@ -348,8 +338,8 @@ def _check_others(cls: type[Checked], kinds: Mapping[str, type[Checked]], given:
             having = [f'"{_name(each)}"' for each in sections_of(cls)[section] if setting in options_of(each)]
             groups.setdefault(" or ".join(having), []).append(setting)
         for named, settings in groups.items():
-            harmless = kind.harmless if issubclass(kind, Alternative) else {}
-            rule = Idle(tuple(settings), {choice: (_name(kind),)}, f"set {choice} to {named}", harmless)
+            instead = f"set {choice} to {named}"
+            rule = Idle(tuple(settings), {choice: (_name(kind),)}, instead, harmless_in(cls, section))
             rule.check(given, {choice: _name(kind)})
 
 

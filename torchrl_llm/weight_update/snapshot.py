@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -131,12 +132,9 @@ def install(policy: InferenceEngine, snapshot: Snapshot) -> float:
         >>> policy.policy_version, theirs.model.norm.weight.any().item()
         (7, False)
     """
-    return update_engine(
-        policy,
-        snapshot.version,
-        load=lambda: policy.load(snapshot.tensors.items(), snapshot.lora),
-        check=lambda: snapshot.parity_check.check(policy),
-    )
+    load = partial(policy.load, snapshot.tensors.items(), snapshot.lora)
+    check = partial(snapshot.parity_check.check, policy)
+    return update_engine(policy, snapshot.version, load=load, check=check)
 
 
 class RayWeightSync(WeightSync):
@@ -215,12 +213,10 @@ class RayWeightSync(WeightSync):
         workers load them later."""
         ray = running_ray()
         # Before copying: while sharded weights are full tensors to be copied, no forward can run.
-        parity_check = self._ask_model(self.parity_length)
+        check = self._ask_model(self.parity_length)
         merged = self.lora is None
         with self.parameter_gather.copying(merged):
-            snapshot = Snapshot.of(
-                self.trained, self.adapter, version=version, parity_check=parity_check, merged=merged
-            )
+            snapshot = Snapshot.of(self.trained, self.adapter, version=version, parity_check=check, merged=merged)
         self.current = version, ray.put(snapshot)
 
     def close(self) -> None:

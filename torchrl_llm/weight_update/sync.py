@@ -252,14 +252,12 @@ class EngineWeightSync(WeightSync):
         self._base_known = False
 
     def _sync(self) -> None:
-        engine = self.policy
-        self.parity_gap = update_engine(
-            engine,
-            engine.policy_version + 1,
-            load=self._load,
-            check=lambda: self._ask_model(engine.check_length).check(engine, self.parity_tolerance),
-        )
+        version = self.policy.policy_version + 1
+        self.parity_gap = update_engine(self.policy, version, load=self._load, check=self._check)
         self._base_known = True
+
+    def _check(self) -> float:
+        return self._ask_model(self.policy.check_length).check(self.policy, self.parity_tolerance)
 
     def _load(self) -> None:
         # After a failure the engine's base weights are unknown, so they are sent again.

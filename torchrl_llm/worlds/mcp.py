@@ -127,9 +127,8 @@ class MCPTools:
     def _run(self, work: Callable[[Any], Awaitable[T]]) -> T:
         """The result of ``work`` with the session, which is opened if there is none, and dropped
         after a failure."""
-        running = asyncio.run_coroutine_threadsafe(
-            asyncio.wait_for(self._connected(work), self._timeout), _event_loop()
-        )
+        answer = asyncio.wait_for(self._connected(work), self._timeout)
+        running = asyncio.run_coroutine_threadsafe(answer, _event_loop())
         try:
             return running.result()
         except TimeoutError as error:

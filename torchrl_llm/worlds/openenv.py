@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-from torchrl_llm.envs.text_env import EnvironmentUnavailableError, EnvSpec, UnknownEnvironmentError
+from torchrl_llm.envs.env_spec import EnvSpec
+from torchrl_llm.envs.text_env import EnvironmentUnavailableError, UnknownEnvironmentError
 from torchrl_llm.utils.optional import import_extra
 from torchrl_llm.utils.options import ConfigError
 
@@ -158,20 +159,17 @@ class _InProcess:
         try:
             self._env = maker(**options)
         except Exception as error:  # whatever it needs: a container, a key, a file
-            raise EnvironmentUnavailableError(
-                env_id, f"Its class fails when it is made. {_CONTAINER}", error
-            ) from error
+            needs = f"Its class fails when it is made. {_CONTAINER}"
+            raise EnvironmentUnavailableError(env_id, needs, error) from error
         hints = typing.get_type_hints(maker.step)  # type: ignore[attr-defined]
-        models: list[Any] = [
-            hints[name] for name in ("action", "return") if hasattr(hints.get(name), "model_json_schema")
-        ]
-        if len(models) < 2:
+        models: list[Any] = [hints.get(name) for name in ("action", "return")]
+        if not all(hasattr(model, "model_json_schema") for model in models):
             raise ConfigError(
                 f"{maker.__qualname__}.step does not say what it takes and returns; expected annotations, such as "
                 "def step(self, action: MyAction) -> MyObservation."
             )
-        self._action = models[0]
-        self.schemas = {"action": models[0].model_json_schema(), "observation": models[1].model_json_schema()}
+        self._action, returned = models
+        self.schemas = {"action": self._action.model_json_schema(), "observation": returned.model_json_schema()}
 
     def reset(self, seed: int | None) -> tuple[dict[str, Any], float | None, bool]:
         return self._parts(self._env.reset(seed=seed))
@@ -210,10 +208,8 @@ class _Session:
     @cached_property
     def _client(self) -> Any:
         openenv = import_extra("openenv", extra="openenv", what="An environment of openenv:")
-        client = openenv.GenericEnvClient(
-            base_url=self._url, connect_timeout_s=self._timeout, message_timeout_s=self._timeout
-        )
-        return client.sync()
+        limits = {"connect_timeout_s": self._timeout, "message_timeout_s": self._timeout}
+        return openenv.GenericEnvClient(base_url=self._url, **limits).sync()
 
     def reset(self, seed: int | None) -> tuple[dict[str, Any], float | None, bool]:
         return self._parts(self._client.reset(seed=seed))
@@ -272,9 +268,8 @@ def _make(
                 f"The environment {env_id!r} cannot be made with the options {options}: {error}."
             ) from error
         backend = _InProcess(maker, options, env_id)
-    names = {"action": action, "observation": observation, "action_fields": action_fields}
     try:
-        return OpenEnvironment(env_id, backend, **names)  # type: ignore[arg-type]
+        return OpenEnvironment(env_id, backend, action=action, observation=observation, action_fields=action_fields)
     except ConfigError:
         backend.close()
         raise

@@ -19,8 +19,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple, cast
 
 from torchrl_llm.envs.columns import ExtraKinds
+from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.isolation import IsolatedEnv, kept_global_rng
-from torchrl_llm.envs.text_env import EnvSpec, UnknownEnvironmentError
+from torchrl_llm.envs.text_env import UnknownEnvironmentError
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.optional import import_extra
 

@@ -54,6 +54,8 @@ class CachedModel:
         self.model = model
         self.adapter = adapter
         self._bucket = bucket
+        self.bucket = bucket or 1
+        """Steps see a multiple of so many columns, so that few shapes occur, each many times."""
         self.cache = SlotCache()
         self._fingerprint: tuple[Any, Tensor] | None = None
         self._fused: FusedLora | None = None
@@ -80,11 +82,6 @@ class CachedModel:
         """The narrowest dtype that the model computes in."""
         return torch.bfloat16 if has_narrow_base_products(self.model) else lm.embedding_of(self.model).dtype
 
-    @property
-    def bucket(self) -> int:
-        """Steps see a multiple of so many columns, so that few shapes occur, each many times."""
-        return self._bucket or _BUCKET.get(self.device.type, _BUCKET_ELSEWHERE)
-
     def _in_buckets(self, columns: int) -> int:
         return -(-columns // self.bucket) * self.bucket
 
@@ -107,7 +104,9 @@ class CachedModel:
                 use_adapter(self.model, self.adapter),
                 attention_kernels(),
             ):
-                self._backbone = CachedBackbone(self.model)
+                self._backbone = CachedBackbone(self.model, self._windows)
+                # The model may have been moved; to ask at every step would slow it.
+                self.bucket = self._bucket or _BUCKET.get(self.device.type, _BUCKET_ELSEWHERE)
                 # A forward of the scorer may have left dynamic RoPE at the scaling of a longer
                 # input.
                 lm.reset_ropes(lm.backbone(self.model))
@@ -164,13 +163,12 @@ class CachedModel:
         leader = first_equal(prompts, lengths)
         leaders = np.unique(leader)
         held = self._share(prompts, lengths, held, leaders)
-        hidden: dict[int, Tensor] = {}
-        for rows in _buckets(leaders, lengths - held):
-            for row, state in zip(rows.tolist(), self._read(prompts, held, lengths, rows), strict=True):
-                hidden[row] = state
+        buckets = _buckets(leaders, lengths - held)
+        states = torch.cat([self._read(prompts, held, lengths, rows) for rows in buckets])
         followers = np.flatnonzero(leader != np.arange(n))
         self.cache.copy(leader[followers], followers, longest)
-        logits = self._logits(torch.stack([hidden[row] for row in leaders]))
+        in_order = torch.from_numpy(np.argsort(np.concatenate(buckets))).to(states.device)
+        logits = self._logits(states[in_order])
         return logits[torch.from_numpy(np.searchsorted(leaders, leader)).to(logits.device)]
 
     def step(self, ids: Tensor, positions: Tensor, *, width: int) -> Tensor:
@@ -275,9 +273,8 @@ class CachedModel:
             for start in range(0, count, chunk):
                 window = slice(start, start + chunk)
                 width = longest - count + min(start + chunk, count)
-                state = self._forward(
-                    self._put(ids[:, window]), self._put(positions[:, window]), width=width, rows=place
-                )
+                new = (self._put(x[:, window]) for x in (ids, positions))
+                state = self._forward(*new, width=width, rows=place)
             parts.append(state)
         return torch.cat(parts)
 
@@ -287,7 +284,7 @@ class CachedModel:
     def _forward(self, ids: Tensor, positions: Tensor, *, width: int, rows: Tensor | None = None) -> Tensor:
         """Run the backbone on new tokens ``[m, q]``; negative positions are padding. Returns
         ``[m, H]``, last column."""
-        return self._backbone.read(self.cache, ids, positions, width=width, windows=self._windows, rows=rows)
+        return self._backbone.read(self.cache, ids, positions, width=width, rows=rows)
 
 
 def _buckets(rows: Ints, missing: Ints) -> list[Ints]:
@@ -360,8 +357,8 @@ class CheckedModel(CachedModel):
         # Here and not when the model is made: a graph holds for a precision of float32 products,
         # which a run sets later.
         expected = None if several in self._compared else super().step(ids, positions, width=width)
-        width, windows = self._in_buckets(width), self._windows
-        logits = self._logits(compiled_step(self._backbone, self.cache, ids, positions, width=width, windows=windows))
+        width = self._in_buckets(width)
+        logits = self._logits(compiled_step(self._backbone, self.cache, ids, positions, width=width))
         # Of weights that have diverged the policy says so itself.
         if expected is not None and bool(torch.isfinite(expected).all()):
             self._check_step(logits, expected)
@@ -433,9 +430,9 @@ class CheckedModel(CachedModel):
         """
         longest = int(min(window + 4, self.max_positions - _MORE))
         lengths = [longest, longest - 2, max(1, window // 2), 2]
-        declared = self._windows
+        declared = dict(self._windows)
         for windows in (declared, dict.fromkeys(declared)):
-            self._windows = windows
+            self._windows.update(windows)  # which the backbone of the session reads
             self.cache.drop()
             gaps, tolerance = self._gaps(lengths)
             self.cache.drop()
@@ -444,7 +441,7 @@ class CheckedModel(CachedModel):
             worst = gaps.max() if lm.is_full_precision(self.dtype) else gaps.quantile(0.75)
             if bool(worst <= tolerance):
                 return True
-        self._windows = declared
+        self._windows.update(declared)
         return False
 
     def _gaps(self, lengths: Sequence[int], *, own_forward: bool = False) -> tuple[Tensor, float]:

@@ -20,13 +20,12 @@ def check_family(model: nn.Module) -> None:
     """Refuse models whose layers keep something else than keys and values by position."""
     causal = lm.causal_lm(model)
     config = causal.config.get_text_config()
+    lengthens = any(each.is_prompt_learning for each in getattr(model, "peft_config", {}).values())
     problems = {
         str(unusual_layers(causal)): unusual_layers(causal),
         "is an encoder-decoder": causal.config.is_encoder_decoder,
         "attends in chunks": getattr(config, "attention_chunk_size", None) is not None,
-        "has a prompt-learning adapter, which lengthens every prompt": any(
-            peft.is_prompt_learning for peft in getattr(model, "peft_config", {}).values()
-        ),
+        "has a prompt-learning adapter, which lengthens every prompt": lengthens,
         "takes no position_ids": "position_ids" not in signature(lm.backbone(model).forward).parameters,
     }
     if problem := next((problem for problem, found in problems.items() if found), None):

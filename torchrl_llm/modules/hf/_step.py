@@ -28,22 +28,17 @@ class CachedBackbone:
 
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around one.
+        windows: how far back the layers of each kind see, in tokens; ``None``: to the beginning.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, windows: Mapping[str, int | None]) -> None:
+        self._windows = windows
         self._decoder = lm.backbone(model)
         self._argument = lm.cache_argument(self._decoder)
         self._dtype = lm.embedding_of(model).dtype
 
     def read(
-        self,
-        cache: SlotCache,
-        ids: Tensor,
-        positions: Tensor,
-        *,
-        width: int,
-        windows: Mapping[str, int | None],
-        rows: Tensor | None = None,
+        self, cache: SlotCache, ids: Tensor, positions: Tensor, *, width: int, rows: Tensor | None = None
     ) -> Tensor:
         """Read new tokens, and write their keys and values.
 
@@ -52,8 +47,6 @@ class CachedBackbone:
             ids: ``[m, q]`` int64.
             positions: ``[m, q]`` int64, the column of each token; negative for padding, if q > 1.
             width: the columns of the cache that are seen.
-            windows: how far back the layers of each kind see, in tokens; ``None``: to the
-                beginning.
             rows: ``[m]`` int64, the rows of the cache; ``None``: rows 0 to m - 1.
 
         Returns:
@@ -62,25 +55,24 @@ class CachedBackbone:
         cache.aim(positions, width=width, rows=rows)
         if positions.shape[1] > 1:
             positions = positions.clamp(min=0)
-        out = self._decoder(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=_masks(positions, width, windows, self._dtype),
-            use_cache=True,
-            **{self._argument: cache},
-        )
+        masks, past = self._masks(positions, width), {self._argument: cache}
+        out = self._decoder(input_ids=ids, position_ids=positions, attention_mask=masks, use_cache=True, **past)
         return out.last_hidden_state[:, -1]
 
+    def _masks(self, positions: Tensor, width: int) -> Tensor | dict[str, Tensor]:
+        """Additive masks ``[m, 1, q, width]``: a token sees its own column, those before, and no
+        further than its window."""
+        columns, positions = torch.arange(width, device=positions.device), positions[:, None, :, None]
+        behind, masks = columns > positions, {}
+        for kind, window in self._windows.items():
+            hidden = behind if window is None else behind | (columns <= positions - window)
+            masks[kind] = torch.zeros_like(hidden, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
+        # A single kind goes in as a tensor: models that do not tell kinds apart do not know the
+        # dictionary.
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
-def compiled_step(
-    backbone: CachedBackbone,
-    cache: SlotCache,
-    ids: Tensor,
-    positions: Tensor,
-    *,
-    width: int,
-    windows: Mapping[str, int | None],
-) -> Tensor:
+
+def compiled_step(backbone: CachedBackbone, cache: SlotCache, ids: Tensor, positions: Tensor, *, width: int) -> Tensor:
     """:meth:`CachedBackbone.read` of one token of each of the first rows, compiled when it is first
     called.
 
@@ -92,7 +84,7 @@ def compiled_step(
         cache: with keys and values of all layers.
         ids: ``[k]`` int64.
         positions: ``[k]`` int64.
-        width: as in :meth:`CachedBackbone.read`; so are ``windows``.
+        width: as in :meth:`CachedBackbone.read`.
 
     Returns:
         hidden states ``[k, H]``.
@@ -108,7 +100,7 @@ def compiled_step(
     try:
         # PyTorch's own limit is 8, beyond which fullgraph=True raises.
         with torch.compiler.config.patch(recompile_limit=_MAX_GRAPHS):  # type: ignore[attr-defined]
-            return _compiled()(backbone, cache.first(len(ids)), tokens, columns, windows)
+            return _compiled()(backbone, cache.first(len(ids)), tokens, columns)
     except (
         torch._dynamo.exc.TorchDynamoException,
         torch.fx.experimental.symbolic_shapes.ConstraintViolationError,
@@ -128,24 +120,7 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(_step, fullgraph=True)
 
 
-def _step(
-    backbone: CachedBackbone, cache: SlotCache, tokens: Tensor, columns: Tensor, windows: Mapping[str, int | None]
-) -> Tensor:
+def _step(backbone: CachedBackbone, cache: SlotCache, tokens: Tensor, columns: Tensor) -> Tensor:
     """``tokens`` are ids and positions ``[2, k]``, ``columns`` ``[width]``."""
     ids, positions = tokens.unsqueeze(-1)
-    return backbone.read(cache, ids, positions, width=columns.shape[0], windows=windows)
-
-
-def _masks(
-    positions: Tensor, width: int, windows: Mapping[str, int | None], dtype: torch.dtype
-) -> Tensor | dict[str, Tensor]:
-    """Additive masks ``[m, 1, q, width]``: a token sees its own column, those before, and no
-    further than its window."""
-    columns, positions = torch.arange(width, device=positions.device), positions[:, None, :, None]
-    behind, masks = columns > positions, {}
-    for kind, window in windows.items():
-        hidden = behind if window is None else behind | (columns <= positions - window)
-        masks[kind] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
-    # A single kind goes in as a tensor: models that do not tell kinds apart do not know the
-    # dictionary.
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+    return backbone.read(cache, ids, positions, width=columns.shape[0])

@@ -226,9 +226,8 @@ class HFPolicy(TurnPolicy):
         # would wait for it.
         prompts, sizes = prompt.cpu().numpy(), lengths.cpu().numpy()
         width = self.sampling.max_output_tokens
-        noise = None
-        if not greedy:
-            noise = turn_noise(seed=self.seed, episode_id=episode_id.tolist(), turn=turn.tolist(), width=width)
+        places = {"episode_id": episode_id.tolist(), "turn": turn.tolist()}
+        noise = None if greedy else turn_noise(seed=self.seed, width=width, **places)
         # A signal waits for the end of a token: LoRA layers of the trained model are exchanged
         # inside.
         with held() as leave_if_asked, self._engine.session():
@@ -258,9 +257,8 @@ class HFPolicy(TurnPolicy):
             NonFiniteLogitsError: the model's logits are NaN or infinite.
         """
         prompts, sizes = request.prompt[None], np.array([len(request.prompt)])
-        width, noise = self.sampling.max_output_tokens, None
-        if not request.greedy:
-            noise = turn_noise(seed=self.seed, episode_id=[request.episode_id], turn=[request.turn], width=width)
+        width, places = self.sampling.max_output_tokens, {"episode_id": [request.episode_id], "turn": [request.turn]}
+        noise = None if request.greedy else turn_noise(seed=self.seed, width=width, **places)
         with self._engine.session():
             logits: Tensor | None = self._engine.prefill(prompts, sizes, slots=np.array([request.slot]), room=width)
             # At every token, for what follows the end is not to be yielded.
@@ -376,8 +374,7 @@ class _Responses:
             # A finished row is sampled on until it is taken out; its end is the first stop id.
             hits = self._stops[self._tokens]
             ends = torch.where(hits.any(1), hits.int().argmax(1) + 1, ends)
-        self._engine.remember(
-            self._prompts[self._order], self._lengths[self._order], self._tokens.cpu().numpy(), ends.cpu().numpy()
-        )
-        back = torch.from_numpy(np.argsort(self._order)).to(ends.device)
+        order, tokens = self._order, self._tokens.cpu().numpy()
+        self._engine.remember(self._prompts[order], self._lengths[order], tokens, ends.cpu().numpy())
+        back = torch.from_numpy(np.argsort(order)).to(ends.device)
         return Generation(self._tokens[back], ends[back], self._log_probs[back])

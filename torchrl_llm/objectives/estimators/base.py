@@ -34,11 +34,22 @@ class EstimatorOptions(Checked):
     idle: ClassVar[tuple[Idle, ...]] = (Idle(("discounted_objective",), {"gamma": (1,)}, "discount (gamma below 1)"),)
 
     gamma: Share = 1.0
-    """Discount per turn."""
+    """Discount per turn.
+
+    At token granularity, per action token.
+    """
     discounted_objective: bool = False
-    """Weigh turn k by gamma^k, as the gradient of the discounted return does."""
+    """Weigh turn k by gamma^k, as the gradient of the discounted return does.
+
+    Practice drops the factor: later turns then count as much as early ones, and the expected
+    gradient is the gradient of no objective (Thomas, 2014, "Bias in natural actor-critic
+    algorithms"; Nota and Thomas, 2020, arXiv:1906.07073).
+    """
     clip_advantage: Positive | None = None
-    """Bound on the absolute value of advantages; None sets none."""
+    """Bound on the absolute value of advantages; None sets none.
+
+    Of normalized ones too.
+    """
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -54,23 +65,7 @@ class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
         value_network: the critic, where the estimator has one.
 
     Keyword Args:
-        gamma: discount per step. Default: 1.0.
-        kl_coeff: subtracts ``kl_coeff * (old - ref)``, the KL to the reference, from the reward of
-            every action token, summed over the tokens of a turn at turn granularity.
-            ``kl_in="reward"`` of the losses sets it. Then ``"ref_log_prob"`` and ``"old_log_prob"``
-            (or, without it, ``"sample_log_prob"``) ``[B, L]`` are read too. Default: 0.0.
-        discounted_objective: multiply the advantage of each step by ``gamma`` to the number of
-            steps before it, as the gradient of the discounted return has it. Practice drops the
-            factor: later turns then count as much as early ones, and the expected gradient is the
-            gradient of no objective (Thomas, 2014, "Bias in natural actor-critic algorithms"; Nota
-            and Thomas, 2020, arXiv:1906.07073). Without effect at ``gamma = 1``. Default:
-            ``False``.
-        clip_advantage: bound advantages, normalized ones too, to this absolute value; ``None`` sets
-            no bound. Default: ``None``.
-        process_group: statistics over a batch include all ranks of this group; ``None``: this
-            process only. A trainer sets it. Default: ``None``.
-        value_chunk_size: run the critic, where there is one, on this many rows at a time. Default:
-            all.
+        **options: of :class:`EstimatorOptions`, and the following.
     """
 
     @dataclass
@@ -87,8 +82,7 @@ class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
         turn_ids: NestedKey = keys.TURN_IDS
         tokens: NestedKey = keys.TOKENS
         group_id: NestedKey = keys.GROUP_ID
-        tree_id: NestedKey = keys.TREE_ID
-        branch_turn: NestedKey = keys.BRANCH_TURN
+        unit: NestedKey = keys.TURN_UNIT
         row_weight: NestedKey = keys.ROW_WEIGHT
         sampled_value: NestedKey = keys.SAMPLED_VALUE
         turn_value: NestedKey = keys.TURN_VALUE
@@ -112,10 +106,10 @@ class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
     """Whether it reads ``("turn", "sampled_value")``, which a collector writes that continues
     episodes from their states."""
 
-    takes_trees: ClassVar[bool] = False
-    """Whether rows of a tree, which begin with the same actions (``"tree_id"``), are credited
-    rightly: as they are, where no row is compared with another. Otherwise such rows are refused.
-    Not inherited: a subclass may compare otherwise, and says it itself."""
+    respects_units: ClassVar[bool] = False
+    """Whether no row is compared with another of its unit (``("turn", "unit")``), because units are
+    read, or because no rows are compared. Otherwise rows with units are refused. Not inherited: a
+    subclass may compare otherwise, and says it itself."""
 
     granularity: ClassVar[Granularity] = "turn"
     """The step of the estimator: a ``"turn"`` or a ``"token"``."""
@@ -125,13 +119,24 @@ class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.takes_trees = vars(cls).get("takes_trees", False)
+        cls.respects_units = vars(cls).get("respects_units", False)
 
     # torch.nn.Module takes modules as attributes only after its own constructor: hence not a field.
     value_network: InitVar[TensorDictModuleBase | None] = field(default=None, kw_only=False)
     kl_coeff: NonNegative = 0.0
+    """Subtracts ``kl_coeff * (old - ref)``, the KL to the reference, from the reward of every
+    action token, summed over the tokens of a turn at turn granularity.
+
+    ``kl_in="reward"`` of the losses sets it. Then ``"ref_log_prob"`` and ``"old_log_prob"`` (or,
+    without it, ``"sample_log_prob"``) ``[B, L]`` are read too.
+    """
     process_group: dist.ProcessGroup | None = None
+    """Statistics over a batch include all ranks of this group; None: this process only.
+
+    A trainer sets it.
+    """
     value_chunk_size: Count | None = None
+    """Run the critic, where there is one, on this many rows at a time; None: on all."""
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         # super() is the constructor of the options
@@ -189,7 +194,7 @@ class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
             raise ValueError(f"{type(self).__name__} runs plain modules; params and target_params must be None.")
         group_id = self._get(tensordict, "group_id") if "group_id" in self._reads else None
         check_ids(tensordict, self._get(tensordict, "turn_ids"), group_id)
-        self._check_trees(tensordict)
+        self._check_units(tensordict)
         self._check_finished(tensordict)
         rows = tensordict
         if self.kl_coeff and not self.takes_kl:
@@ -264,12 +269,12 @@ class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
             advantage = advantage * F.discount(taken, self.gamma).to(advantage.dtype)
         return advantage
 
-    def _check_trees(self, tensordict: TensorDictBase) -> None:
-        if not self.takes_trees and tensordict.get(self.tensor_keys.tree_id, None) is not None:
+    def _check_units(self, tensordict: TensorDictBase) -> None:
+        if not self.respects_units and tensordict.get(self.tensor_keys.unit, None) is not None:
             raise ValueError(
-                f"The rows are of trees ({self.tensor_keys.tree_id!r}), and {type(self).__name__} does not know that some begin with the same "
-                "actions. Collect without trees, or use GroupRelative, ReBN or TurnGAE; an estimator of your own that compares "
-                "no rows says takes_trees = True."
+                f"Some of the rows count as one ({self.tensor_keys.unit!r}), such as those of a tree, and {type(self).__name__} does not know "
+                "which. Collect without them, or use GroupRelative, ReBN or TurnGAE; an estimator of your own that reads "
+                "units, or compares no rows, says respects_units = True."
             )
 
     def _check_finished(self, tensordict: TensorDictBase) -> None:

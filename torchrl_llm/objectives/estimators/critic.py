@@ -64,14 +64,24 @@ class GAEOptions(EstimatorOptions):
     idle = (*EstimatorOptions.idle, TOKEN_IDLE)
 
     gamma: Share | None = None  # type: ignore[assignment]
-    """Discount per turn."""
+    """Discount per turn.
+
+    At token granularity, per action token. ``None`` takes 0.99 per turn, 1.0 per token.
+    """
     lmbda: Share = 0.95
-    """Lambda of the turn-level GAE."""
+    """Lambda of the turn-level GAE.
+
+    The trade-off of bias against variance, per step.
+    """
     granularity: Granularity = "turn"
     """Credit per "turn" or per "token"; "auto" is per token where the environment ends every
     episode with its first response."""
     value_reduction: F.ValueReduction = "first"
-    """The value of a turn: "first" (unbiased), "mean" or "last"."""
+    """The value of a turn: "first" (unbiased), "mean" or "last".
+
+    ``"first"`` alone keeps the policy gradient unbiased; ``"mean"`` and ``"last"`` depend on the
+    action; use them for comparisons only.
+    """
     whiten: bool = True
     """Whiten the advantages over the batch."""
 
@@ -95,19 +105,7 @@ class TurnGAE(GAEOptions, CriticEstimator):
             they are always there.
 
     Keyword Args:
-        gamma: discount per step, i.e. per turn or per action token. Default: 0.99 per turn, 1.0 per
-            token.
-        lmbda: the trade-off of bias against variance, per step. Default: 0.95.
-        granularity: what a step is. ``"auto"`` is ``"token"`` if ``single_turn``, else ``"turn"``.
-            Default: ``"turn"``.
-        single_turn: whether episodes have one turn only; needed by (and only by) ``"auto"``.
-        value_reduction: which of a turn's values is the state's. ``"first"`` alone keeps the policy
-            gradient unbiased; ``"mean"`` and ``"last"`` depend on the action; use them for
-            comparisons only. Default: ``"first"``.
-        whiten: normalize advantages to mean 0 and variance 1 over the steps of the batch (see
-            ``process_group``). Default: ``True``.
-        value_chunk_size: run the critic on this many rows at a time. Default: all.
-        kl_coeff, discounted_objective, clip_advantage, process_group: see
+        **options: of :class:`GAEOptions`, and those of
             :class:`~torchrl_llm.objectives.TurnEstimator`.
 
     Examples:
@@ -123,9 +121,10 @@ class TurnGAE(GAEOptions, CriticEstimator):
     """
 
     idle = (*GAEOptions.idle, SINGLE_TURN_IDLE)
-    takes_trees = True
+    respects_units = True
 
     single_turn: bool | None = None
+    """Whether episodes have one turn only; needed by (and only by) ``granularity="auto"``."""
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__post_init__(value_network)
@@ -180,13 +179,7 @@ class TurnVTrace(CriticEstimator):
         value_network: as in :class:`~torchrl_llm.objectives.TurnGAE`.
 
     Keyword Args:
-        gamma: discount per turn. Default: 0.99.
-        rho_clip: cap of the ratio in the advantage and in the target's temporal differences.
-            Default: 1.0.
-        c_clip: cap of the ratio on the way back. Default: 1.0.
-        value_chunk_size: run the critic on this many rows at a time. Default: all.
-        kl_coeff, discounted_objective, clip_advantage, process_group: see
-            :class:`~torchrl_llm.objectives.TurnEstimator`.
+        **options: those of :class:`~torchrl_llm.objectives.TurnEstimator`, and the following.
 
     Examples:
         >>> import torch
@@ -201,13 +194,16 @@ class TurnVTrace(CriticEstimator):
     """
 
     corrects_sampler = True
-    takes_trees = True
+    respects_units = True
 
     _reads = (*CriticEstimator._reads, "old_log_prob", "sample_log_prob")
 
     gamma: Share = 0.99
+    """Discount per turn."""
     rho_clip: NonNegative = 1.0
+    """Cap of the ratio in the advantage and in the target's temporal differences."""
     c_clip: NonNegative = 1.0
+    """Cap of the ratio on the way back."""
 
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         reward, mask, turn_ids, acted = self._turns(tensordict)

@@ -12,9 +12,9 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm import functional as F
-from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator, ReturnOptions, numbers_of
+from torchrl_llm.objectives.estimators.rows import extra_of
 from torchrl_llm.utils.options import Count, Finite, Idle, Natural, NonNegative, check_value
 
 Credit = Literal["episode", "turn", "state"]
@@ -41,22 +41,47 @@ class GroupOptions(ReturnOptions):
 
     credit: Credit = "episode"
     """Compare the returns of the "episode", those from each "turn" on, or those from each "state"
-    on."""
+    on.
+
+    With ``"episode"`` every turn of a row gets the same advantage. With ``"turn"`` it is not
+    credited with what came before it, and an episode that has ended by then counts with 0. With
+    ``"state"`` it is compared with other episodes of the group that were in the same state, at
+    whichever turn; this needs ``baseline="leave_one_out", scale="none"``, for with either of the
+    others it is biased.
+    """
     state: str = "prefix"
     """With credit="state", what turns share: the "prefix", the "observation", or the text of an
-    extra, by its name."""
+    extra, by its name.
+
+    The prefix are all tokens before the turn, the observation those since the last action token.
+    """
     fallback: F.Fallback = "turn"
     """A turn whose state no other episode was in is compared with the others at the same "turn", or
     keeps its "return"."""
     baseline: F.Baseline = "mean"
-    """The group's "mean", or "leave_one_out" (with scale="none")."""
+    """The group's "mean", or "leave_one_out" (with scale="none").
+
+    The latter is the mean of the others.
+    """
     scale: F.Scale = "std"
-    """Divide by the group's "std", that of the "batch", the group's "mean" (MaxRL), or "none"."""
+    """Divide by the group's "std", that of the "batch", the group's "mean" (MaxRL), or "none".
+
+    MaxRL (arXiv:2602.02710) is for episode returns that are not negative.
+    """
     components: dict[str, float] | None = None
     """Further rewards, extras with their weights, each compared by itself and added: {format:
-    0.5}."""
+    0.5}.
+
+    With the options here, so that one with a large spread does not drown the others (GDPO, Liu et
+    al., 2026, arXiv:2601.05242, eqs. 4, 5). The reward itself has the weight 1; pay the main one as
+    the reward and declare the others. A KL penalty is compared by itself, too, without scale.
+    """
     whiten: bool = False
-    """Whiten the advantages over the batch."""
+    """Whiten the advantages over the batch.
+
+    Over what was compared, episodes or, with ``credit="turn"``, turns: the last step of GDPO, and
+    with ``scale="none"`` REINFORCE++ with its baseline (Hu et al., 2025, arXiv:2501.03262).
+    """
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -70,48 +95,14 @@ class GroupRelative(GroupOptions, ReturnEstimator):
     that was compared. With states also ``("turn", num_compared)`` ``[B, T]``: how many turns of
     other episodes each was compared with.
 
-    Rows of trees (``"tree_id"``, ``"branch_turn"`` ``[B]``, :class:`~torchrl_llm.collectors.Trees`)
-    need ``baseline="leave_one_out"`` and ``scale="none"``: a turn is compared with other trees, and
-    from the turn on at which its own branched with the rest of that, too.
+    Rows that count as one (``("turn", "unit")`` ``[B, T]``, which such rows have) need
+    ``baseline="leave_one_out"`` and ``scale="none"``: a turn is compared with rows of other units
+    than its own.
 
     Keyword Args:
-        gamma: discount per turn. Default: 1.0.
-        credit: ``"episode"`` compares the returns of whole episodes, and every turn of a row gets
-            the same advantage; ``"turn"`` compares, turn by turn, the returns from there on, so
-            that a turn is not credited with what came before it. An episode that has ended by then
-            counts with 0. ``"state"`` compares the returns from a state on with the returns of
-            other episodes of the group that were in the same state, at whichever turn; it needs
-            ``baseline="leave_one_out", scale="none"``, for with either of the others it is biased.
-            Default: ``"episode"``.
-        state: when turns are in the same state: ``"prefix"``: all tokens before them are equal;
-            ``"observation"``: those since the last action token are; or the name of an extra that
-            the environment declares as text. Default: ``"prefix"``.
-        fallback: what a turn is compared with whose state no other episode of the group was in: the
-            others at the same ``"turn"``, or nothing: it keeps its ``"return"``. Default:
-            ``"turn"``.
-        baseline: ``"mean"`` of the group, or ``"leave_one_out"``: the mean of the others. Default:
-            ``"mean"``.
-        scale: divide by the standard deviation of the group (``"std"``), of the batch
-            (``"batch"``), by the group's ``"mean"`` (MaxRL, arXiv:2602.02710; for episode returns
-            that are not negative), or not (``"none"``). Default: ``"std"``.
-        components: further rewards, the extras of these names, with their weights: each is compared
-            by itself, with the options here, and added (GDPO, Liu et al., 2026, arXiv:2601.05242,
-            eqs. 4, 5), so that one with a large spread does not drown the others. The reward itself
-            has the weight 1; pay the main one as the reward and declare the others. A KL penalty is
-            compared by itself, too, without scale. ``None``: the reward alone. Default: ``None``.
-        whiten: normalize advantages to mean 0 and variance 1 over what was compared in the batch,
-            episodes or, with ``credit="turn"``, turns: the last step of GDPO, and with
-            ``scale="none"`` REINFORCE++ with its baseline (Hu et al., 2025, arXiv:2501.03262).
-            Default: ``False``.
-        potential: see :class:`~torchrl_llm.objectives.ReturnEstimator`; for ``credit="turn"`` and
-            ``"state"``. Default: ``None``.
-        ddof: the variance divides by ``size - ddof``. Default: 1.
-        eps: added to the standard deviation. Default: 1e-6.
-        group_size: episodes in a group; ``None``: as many as in the largest group of the batch.
-        partial: a group of another size is an ``"error"``, or ``"allow"``-ed. Default: ``"error"``.
-        kl_coeff, discounted_objective, clip_advantage, process_group: see
-            :class:`~torchrl_llm.objectives.TurnEstimator`; ``discounted_objective`` is for
-            ``credit="turn"`` and ``"state"``.
+        **options: of :class:`GroupOptions`, and those of
+            :class:`~torchrl_llm.objectives.ReturnEstimator`; ``potential`` and
+            ``discounted_objective`` are for ``credit="turn"`` and ``"state"``.
 
     Examples:
         >>> import torch
@@ -124,13 +115,17 @@ class GroupRelative(GroupOptions, ReturnEstimator):
                 [ 0.,  1.]])
     """
 
-    takes_trees = True
+    respects_units = True
     _reads = (*ReturnEstimator._reads, "group_id")
 
     ddof: Natural = 1
+    """The variance divides by ``size - ddof``."""
     eps: NonNegative = 1e-6
+    """Added to the standard deviation."""
     group_size: Count | None = None
+    """Episodes in a group; None: as many as in the largest group of the batch."""
     partial: F.Partial = "error"
+    """A group of another size is an "error", or "allow"-ed."""
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__post_init__(value_network)
@@ -172,25 +167,24 @@ class GroupRelative(GroupOptions, ReturnEstimator):
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         if self.credit != "state":
             return super().estimate(tensordict)
-        states, units = self.states(tensordict), self._tree_units(tensordict)
+        states, units = self.states(tensordict), self._units(tensordict)
         # In a shallow copy, so that they are found once: it takes longer than all the rest.
         estimated = super().estimate(tensordict.copy().set(_STATES, states))
         *_, acted = self._turns(tensordict)
         estimated["turn_num_compared"] = F.num_compared(states, self._get(tensordict, "group_id"), acted, units)
         return estimated
 
-    def _tree_units(self, tensordict: TensorDictBase) -> Tensor | None:
-        """Which rows of a tree count as one, turn by turn, ``[B, T]``; ``None`` for rows that are
-        of none."""
-        tree_id = tensordict.get(self.tensor_keys.tree_id, None)
-        if tree_id is None:
+    def _units(self, tensordict: TensorDictBase) -> Tensor | None:
+        """Which rows count as one, turn by turn, ``[B, T]``; ``None``: every row is a unit."""
+        unit = tensordict.get(self.tensor_keys.unit, None)
+        if unit is None:
             return None
-        trees = torch.stack([self._get(tensordict, "group_id"), tree_id], 1).unique(dim=0)[:, 0]
-        if bool((trees.unique(return_counts=True)[1] < 2).any()):
+        first = torch.stack([self._get(tensordict, "group_id"), unit[:, 0]], 1).unique(dim=0)[:, 0]
+        if bool((first.unique(return_counts=True)[1] < 2).any()):
             raise ValueError(
-                "A group is a single tree, which has nothing to be compared with: play at least two a task."
+                "A group is one unit, such as a single tree, and has nothing to be compared with: play at least two a task."
             )
-        return F.tree_units(tree_id, self._get(tensordict, "branch_turn"), self._get(tensordict, "mask").shape[1])
+        return unit
 
     @property
     def options(self) -> dict[str, Any]:
@@ -208,7 +202,7 @@ class GroupRelative(GroupOptions, ReturnEstimator):
         return F.turn_returns(reward, mask, self.gamma)
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:
-        group_id, units = self._get(tensordict, "group_id"), self._tree_units(tensordict)
+        group_id, units = self._get(tensordict, "group_id"), self._units(tensordict)
         scores = [(1.0, score), *self._component_scores(tensordict, acted)]
         if self.credit == "state":  # linear, so that the sum may be compared as well
             return F.state_relative(
@@ -223,8 +217,8 @@ class GroupRelative(GroupOptions, ReturnEstimator):
             )
         # Rows that only keep ranks in step have no turn, and are not episodes of the batch.
         mask = acted if score.ndim == 2 else self._get(tensordict, "mask").any(1)
-        # All of an episode has one advantage: its tree is left out as a whole.
-        unit = units if units is None or score.ndim == 2 else self._get(tensordict, "tree_id")
+        # All of an episode has one advantage: its first unit is left out.
+        unit = units if units is None or score.ndim == 2 else units[:, 0]
 
         def relative(each: Tensor, penalty: Tensor | None = None) -> Tensor:
             return F.group_relative(
@@ -272,4 +266,4 @@ class GroupRelative(GroupOptions, ReturnEstimator):
         if numbered is not None:
             return numbered(self._get(tensordict, "tokens"), self._get(tensordict, "turn_ids"), num_turns)
         instead = 'give one that the environment declares as text, "prefix" or "observation"'
-        return keys.extra_of(tensordict, self.state, str, option="state", instead=instead)
+        return extra_of(tensordict, self.state, str, option="state", instead=instead)

@@ -22,7 +22,13 @@ class ImitationOptions(Checked):
 
     imitate: Imitated = "all"
     """Imitate "all" turns, turns of episodes that ended in "success", or each with the weight of
-    its "return"."""
+    its "return".
+
+    ``"all"`` have the weight 1; with ``"success"`` the others have 0 (filtered behavior cloning; on
+    the policy's own episodes rejection sampling, as in RAFT, arXiv:2304.06767, and STaR,
+    arXiv:2203.14465); ``"return"`` is the return from there on, which must not be negative where
+    ``min_return`` lets it through (reward-weighted regression; Peters and Schaal, 2007).
+    """
     min_return: Finite | None = None
     """Do not imitate turns whose return from there on is less; None sets no bound."""
     gamma: Share = 1.0
@@ -38,15 +44,7 @@ class ImitationWeights(ImitationOptions, TurnEstimator):
     ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return from the turn on.
 
     Keyword Args:
-        imitate: ``"all"`` turns with weight 1; ``"success"``: turns of episodes that ended in
-            success, the others with 0 (filtered behavior cloning; on the policy's own episodes
-            rejection sampling, as in RAFT, arXiv:2304.06767, and STaR, arXiv:2203.14465);
-            ``"return"``: each with its return from there on, which must not be negative where
-            ``min_return`` lets it through (reward-weighted regression; Peters and Schaal, 2007).
-            Default: ``"all"``.
-        min_return: turns whose return from there on is less get the weight 0; ``None`` sets no
-            bound. Default: ``None``.
-        gamma: discount per turn, of returns. Default: 1.0.
+        **options: of :class:`ImitationOptions`.
 
     Raises:
         ConfigError: ``imitate="return"`` and a return is negative: its text would be made less
@@ -120,9 +118,7 @@ class NoCredit(TurnEstimator):
     on.
 
     Keyword Args:
-        gamma: discount per turn. Default: 1.0.
-        kl_coeff, discounted_objective, clip_advantage, process_group: see
-            :class:`~torchrl_llm.objectives.TurnEstimator`.
+        **options: those of :class:`~torchrl_llm.objectives.TurnEstimator`.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -136,7 +132,7 @@ class NoCredit(TurnEstimator):
         [[0.0, 0.5], [0.0, -0.5]]
     """
 
-    takes_trees = True
+    respects_units = True
 
     gamma: Share = 1.0
 

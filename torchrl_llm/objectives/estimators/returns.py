@@ -12,9 +12,9 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm import functional as F
-from torchrl_llm import keys
 from torchrl_llm.objectives.estimators.base import EstimatorOptions, TurnEstimator
 from torchrl_llm.objectives.estimators.granularity import SINGLE_TURN_IDLE, TOKEN_IDLE, Granularity, step_of
+from torchrl_llm.objectives.estimators.rows import extra_of
 from torchrl_llm.utils.options import Natural, NonNegative, Share
 
 Population = Literal["batch", "none"]
@@ -22,9 +22,9 @@ Population = Literal["batch", "none"]
 
 def numbers_of(rows: TensorDictBase, option: str, name: str) -> Tensor:
     """The extra ``name``, a number, that an ``option`` asks for: ``[B, T]``; 0 for a turn that has
-    none. Raises: see :func:`~torchrl_llm.keys.extra_of`."""
+    none. Raises: see :func:`~torchrl_llm.objectives.estimators.rows.extra_of`."""
     instead = "give one that the environment declares as a number"
-    return keys.extra_of(rows, name, float, option=option, instead=instead).nan_to_num(0.0)
+    return extra_of(rows, name, float, option=option, instead=instead).nan_to_num(0.0)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -33,7 +33,15 @@ class ReturnOptions(EstimatorOptions):
 
     potential: str | None = None
     """Shape rewards by this extra, the potential of the state before each turn: a baseline of
-    returns."""
+    returns.
+
+    A number that the environment declares and gives with every turn: the potential ``phi(s_k)`` of
+    the state in which turn ``k`` was decided. Each turn is paid ``gamma * phi(s_{k+1}) - phi(s_k)``
+    more, with 0 after the end, which changes no optimal policy (Ng et al., 1999, "Policy invariance
+    under reward transformations"). Over the rest of an episode these payments add up to
+    ``-phi(s_k)``: in a return the potential is a baseline that depends on the state alone, and the
+    expected gradient stays the same. A turn without the number (NaN) counts as 0.
+    """
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -43,14 +51,8 @@ class ReturnEstimator(ReturnOptions, TurnEstimator):
     The KL is scored like the rewards and added; whether scores differ at all is judged without it.
 
     Keyword Args:
-        potential: shape the rewards by this extra, a number that the environment declares and gives
-            with every turn: the potential ``phi(s_k)`` of the state in which turn ``k`` was
-            decided. Each turn is paid ``gamma * phi(s_{k+1}) - phi(s_k)`` more, with 0 after the
-            end, which changes no optimal policy (Ng et al., 1999, "Policy invariance under reward
-            transformations"). Over the rest of an episode these payments add up to ``-phi(s_k)``:
-            in a return the potential is a baseline that depends on the state alone, and the
-            expected gradient stays the same. A turn without the number (NaN) counts as 0. Default:
-            ``None``.
+        **options: of :class:`ReturnOptions`, and those of
+            :class:`~torchrl_llm.objectives.TurnEstimator`.
     """
 
     @property
@@ -100,12 +102,19 @@ class ReBNOptions(ReturnOptions):
     idle = (*ReturnOptions.idle, TOKEN_IDLE)
 
     gamma: Share | None = None  # type: ignore[assignment]
-    """Discount per turn."""
+    """Discount per turn.
+
+    At token granularity, per action token. ``None`` takes 0.9 per turn, 1.0 per token.
+    """
     granularity: Granularity = "turn"
     """Credit per "turn" or per "token"; "auto" is per token where the environment ends every
     episode with its first response."""
     normalize_over: Population = "batch"
-    """Normalize returns over the "batch", or "none"."""
+    """Normalize returns over the "batch", or "none".
+
+    ``"none"`` are the plain returns (REINFORCE, Williams, 1992), without use of ``ddof`` and
+    ``eps``.
+    """
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -122,18 +131,8 @@ class ReBN(ReBNOptions, ReturnEstimator):
     turn are taken at its first one.
 
     Keyword Args:
-        gamma: discount per step, i.e. per turn or per action token. Default: 0.9 per turn, 1.0 per
-            token.
-        granularity: what a step is. ``"auto"`` is ``"token"`` if ``single_turn``, else ``"turn"``.
-            Default: ``"turn"``.
-        single_turn: whether episodes have one turn only; needed by (and only by) ``"auto"``.
-        ddof: the variance divides by ``count - ddof``. Default: 1.
-        eps: added to the standard deviation. Default: 1e-8.
-        normalize_over: ``"batch"``: all steps of the batch; ``"none"``: the plain returns
-            (REINFORCE, Williams, 1992), without use of ``ddof`` and ``eps``. Default: ``"batch"``.
-        potential: see :class:`~torchrl_llm.objectives.ReturnEstimator`. Default: ``None``.
-        kl_coeff, discounted_objective, clip_advantage, process_group: see
-            :class:`~torchrl_llm.objectives.TurnEstimator`.
+        **options: of :class:`ReBNOptions`, and those of
+            :class:`~torchrl_llm.objectives.ReturnEstimator`.
 
     Examples:
         >>> import torch
@@ -147,11 +146,14 @@ class ReBN(ReBNOptions, ReturnEstimator):
     """
 
     idle = (*ReBNOptions.idle, SINGLE_TURN_IDLE)
-    takes_trees = True
+    respects_units = True
 
     single_turn: bool | None = None
+    """Whether episodes have one turn only; needed by (and only by) ``granularity="auto"``."""
     ddof: Natural = 1
+    """The variance divides by ``count - ddof``."""
     eps: NonNegative = 1e-8
+    """Added to the standard deviation."""
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__post_init__(value_network)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator
+from torchrl_llm.objectives.estimators.rows import extra_of
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -35,14 +36,8 @@ class RoleRelative(ReturnEstimator):
     was compared.
 
     Keyword Args:
-        gamma: discount per turn. Default: 1.0.
-        credit: ``"episode"`` compares the returns of whole episodes, and every turn of a row gets
-            the same advantage; ``"turn"`` compares, turn by turn, the returns from there on, where
-            an episode that has ended counts with 0. Default: ``"episode"``.
-        role: name of the extra that tells the role. Default: ``"role"``.
-        kl_coeff, discounted_objective, clip_advantage, process_group: see
-            :class:`~torchrl_llm.objectives.TurnEstimator`; ``discounted_objective`` is for
-            ``credit="turn"``.
+        **options: those of :class:`~torchrl_llm.objectives.TurnEstimator`, and the following;
+            ``discounted_objective`` is for ``credit="turn"``.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -55,7 +50,13 @@ class RoleRelative(ReturnEstimator):
     """
 
     credit: Literal["episode", "turn"] = "episode"
+    """Compare the returns of whole episodes, or, turn by turn, those from there on.
+
+    With ``"episode"`` every turn of a row gets the same advantage; with ``"turn"`` an episode that
+    has ended counts with 0.
+    """
     role: str = "role"
+    """Name of the extra that tells the role."""
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__post_init__(value_network)
@@ -82,6 +83,6 @@ class RoleRelative(ReturnEstimator):
             TypeError: the extra is a number.
         """
         instead = "collect games with a SelfPlayCollector, or name an extra that the environment declares as text"
-        role = keys.extra_of(tensordict, self.role, str, option="role", instead=instead)
+        role = extra_of(tensordict, self.role, str, option="role", instead=instead)
         env_id = tensordict.get(keys.ENV_ID, torch.zeros_like(role[:, 0]))
         return torch.stack([env_id, role[:, 0]], 1)

@@ -1,5 +1,5 @@
-"""How losses and estimators read rows: :class:`RowReader`; ids and numbers that estimators refuse:
-:func:`check_ids`, :func:`check_finite`."""
+"""How losses and estimators read rows: :class:`RowReader`, :func:`extra_of`; ids and numbers that
+estimators refuse: :func:`check_ids`, :func:`check_finite`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,33 @@ class RowReader:
         to."""
         rows = self._get(tensordict, "turn_ids").shape[:1]
         return TensorDict({key: tensordict.get(key) for key in network.in_keys}, batch_size=rows)
+
+
+def extra_of(rows: TensorDictBase, name: str, kind: type, *, option: str, instead: str) -> Tensor:
+    """The extra ``name`` of rows ``[B]``, which its environment declares as ``kind``: ``[B, T]``.
+
+    Args:
+        rows: ``[B]``.
+        name: of the extra.
+        kind: ``float`` or ``str``.
+        option: which asks for it, for the errors.
+        instead: what to do without one, for the errors.
+
+    Raises:
+        KeyError: the rows have no extra of that name.
+        TypeError: the extra is of the other kind.
+    """
+    extras = keys.turn_extras(rows)
+    if name not in extras:
+        raise KeyError(
+            f"{option} names {name!r}, which is not an extra of these rows, which have {sorted(extras)}: {instead}."
+        )
+    if extras[name].is_floating_point() is not (kind is float):
+        given, wanted = ("text", "number") if kind is float else ("number", "text")
+        raise TypeError(
+            f"{option}: {name!r} is a {given}; expected one that is declared as a {wanted} ({kind.__name__})."
+        )
+    return extras[name]
 
 
 def check_ids(rows: TensorDictBase, turn_ids: Tensor, group_id: Tensor | None) -> None:

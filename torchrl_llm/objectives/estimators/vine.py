@@ -38,11 +38,8 @@ class TurnVine(TurnEstimator):
     follows in its episode.
 
     Keyword Args:
-        gamma: discount per turn; the values must have been sampled with the same. Default: 1.0.
-        lmbda: as in :class:`~torchrl_llm.objectives.TurnGAE`: 0 takes what follows a turn from the
-            continuations, 1 from the episode itself. No choice is biased. Default: 0.0.
-        kl_coeff, discounted_objective, clip_advantage, process_group: see
-            :class:`~torchrl_llm.objectives.TurnEstimator`.
+        **options: those of :class:`~torchrl_llm.objectives.TurnEstimator`, and the following; the
+            values must have been sampled with the same ``gamma``.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -58,6 +55,11 @@ class TurnVine(TurnEstimator):
     _reads = (*TurnEstimator._reads, "sampled_value", "group_id")
 
     lmbda: Share = 0.0
+    """As in :class:`~torchrl_llm.objectives.TurnGAE`: 0 takes what follows a turn from the
+    continuations, 1 from the episode itself.
+
+    No choice is biased.
+    """
 
     @property
     def takes_kl(self) -> bool:

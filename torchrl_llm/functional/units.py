@@ -1,5 +1,4 @@
-"""Rows of a tree: episodes that begin with the same turns, because they were continued from one of
-them."""
+"""Units, the rows that count as one at a turn: those of trees, and the mean of the others."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from torchrl_llm.functional._common import check_shapes, joint_labels, label_tot
 __all__ = ["mean_of_others", "tree_units"]
 
 
-def tree_units(tree_id: Tensor, branch_turn: Tensor, num_turns: int) -> Tensor:
-    """Which rows a turn must not be compared with: those with the same number in its column.
+def tree_units(episode_id: Tensor, root_id: Tensor, apart_from: Tensor, num_turns: int) -> Tensor:
+    """The units of rows of trees, episodes that were continued from a turn of the root.
 
     Before a tree branches its rows have the same actions: the return of one depends on the turn of
     another, and would bias its baseline. From there on they are sampled apart, and each row is a
@@ -21,24 +20,25 @@ def tree_units(tree_id: Tensor, branch_turn: Tensor, num_turns: int) -> Tensor:
     unit.
 
     Args:
-        tree_id: ``[B]`` int64, equal for the rows of a tree.
-        branch_turn: ``[B]`` int64, the turn from which they differ; -1: the tree did not branch.
+        episode_id: ``[B]`` int64, at least 0.
+        root_id: ``[B]`` int64, the ``episode_id`` of the root of each row's tree.
+        apart_from: ``[B]`` int64, the turn from which the rows of a tree differ; -1: it did not
+            branch.
         num_turns: T.
 
     Returns:
-        ``[B, T]`` int64, 0 to 2 B - 1.
+        ``[B, T]`` int64, see :data:`torchrl_llm.keys.TURN_UNIT`: the root's id, or
+        ``-2 - episode_id`` for a row that is a unit by itself.
 
     Examples:
-        >>> tree_units(torch.tensor([7, 7, 9]), torch.tensor([1, 1, -1]), 2)
-        tensor([[0, 3],
-                [0, 4],
-                [1, 1]])
+        >>> tree_units(torch.tensor([7, 8, 9]), torch.tensor([7, 7, 9]), torch.tensor([1, 1, -1]), 2)
+        tensor([[  7,  -9],
+                [  7, -10],
+                [  9,   9]])
     """
-    check_shapes(tree_id=tree_id, branch_turn=branch_turn)
-    tree = tree_id.unique(return_inverse=True)[1].view(-1, 1)
-    row = torch.arange(len(tree_id), 2 * len(tree_id), device=tree_id.device).view(-1, 1)
-    apart = torch.arange(num_turns, device=tree_id.device) >= branch_turn.view(-1, 1)
-    return torch.where(apart & (branch_turn >= 0).view(-1, 1), row, tree)
+    check_shapes(episode_id=episode_id, root_id=root_id, apart_from=apart_from)
+    turn, begin = torch.arange(num_turns, device=root_id.device), apart_from.unsqueeze(1)
+    return torch.where((turn >= begin) & (begin >= 0), (-2 - episode_id).unsqueeze(1), root_id.unsqueeze(1))
 
 
 def mean_of_others(score: Tensor, group: Tensor, unit: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def mean_of_others(score: Tensor, group: Tensor, unit: Tensor) -> Tensor:
     Args:
         score: ``[B, T]``.
         group: ``[B]`` int64, small numbers.
-        unit: ``[B, T]`` int64, see :func:`tree_units`.
+        unit: ``[B, T]`` int64, see :data:`torchrl_llm.keys.TURN_UNIT`.
 
     Returns:
         ``[B, T]`` float64.
