@@ -19,6 +19,7 @@ from sphinx.util import inspect as sphinx_inspect
 import torchrl_llm
 from torchrl_llm import keys
 from torchrl_llm.metrics import METRICS
+from torchrl_llm.modules.engine_settings import EngineSettings
 from torchrl_llm.runs import RunSettings
 from torchrl_llm.runs.config import shown_default
 from torchrl_llm.runs.schema import title_of
@@ -101,11 +102,17 @@ def _settings_table(section: str | None) -> str:
     return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
 
 
+def _home(kind: type) -> str:
+    """Where a class of settings is documented: with its package if that exports it, or with the runs."""
+    package = kind.__module__.rpartition(".")[0]
+    return package if hasattr(import_module(package), kind.__name__) else "torchrl_llm.runs"
+
+
 def _run_settings() -> str:
     """The settings of a run, a table for each section."""
     tables = [_settings_table(None)]
     for name, kinds in sections_of(RunSettings).items():
-        of = ", ".join(f"{{py:class}}`~{kind.__module__.rpartition('.')[0]}.{kind.__name__}`" for kind in kinds)
+        of = ", ".join(f"{{py:class}}`~{_home(kind)}.{kind.__name__}`" for kind in kinds)
         tables += [f"### {title_of(kinds)}", f"`{name}`: {of}", _settings_table(name)]
     return "\n\n".join(tables)
 
@@ -170,7 +177,8 @@ def _reference(module: str) -> str:
     package = ".".join(module.split(".")[:2])
     callables = {name: value for name, value in public.items() if inspect.isclass(value) or inspect.isroutine(value)}
     # What another package makes is documented there: two descriptions of one thing are an error.
-    members = [name for name, value in callables.items() if value.__module__.startswith(package)]
+    settings = [name for name, value in callables.items() if inspect.isclass(value) and issubclass(value, EngineSettings)]
+    members = [name for name, value in callables.items() if value.__module__.startswith(package) or name in settings]
     others = [name for name in callables if name not in members]
     constants = [name for name, value in public.items() if name not in callables and not inspect.ismodule(value)]
     lines = [
