@@ -342,3 +342,21 @@ class TestLimits:
             trainer.train()
         assert seen[-1] == "end"
         assert trainer.collector.closed
+
+    def test_a_callback_that_came_during_the_run_sees_its_end(self, tmp_path):
+        ended = []
+
+        class Late(Callback):
+            def on_end(self, trainer):
+                ended.append("late")
+
+        class Adds(Callback):
+            def on_iteration(self, trainer, metrics):
+                trainer.callbacks = (*trainer.callbacks, Late())
+
+            def on_end(self, trainer):
+                ended.append("first")
+
+        trainer = build_run(small_config(tmp_path, max_iterations=1), callbacks=[Adds()]).trainer
+        trainer.train()
+        assert ended == ["late", "first"]

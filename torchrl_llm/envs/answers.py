@@ -100,10 +100,10 @@ class AnswerForm:
         if closing in said:
             return said
         if self._missing == "refuse" or thinks:
-            otherwise = ', or set missing_thinking="empty", which closes the thought before such answers' * (not thinks)
+            empty = ', or set missing_thinking="empty", which closes the thought before such answers'
             raise MissingThinkingError(
                 f"The answer {text[:80]!r} lacks {closing!r}, and its prompt ends with the open thought {opens!r}: give its thought "
-                f"too, up to {closing!r}{otherwise}."
+                f"too, up to {closing!r}{'' if thinks else empty}."
             )
         # What closes the prompt's thought at once, also where the template does not show it.
         closed = self._properties.writes or (f"\n{closing}\n\n" if opens.endswith("\n") else closing)

@@ -111,8 +111,8 @@ def read_adapter(path: Path) -> Adapter:
         WeightsError: the folder does not hold one.
     """
     if not holds_adapter(path):
-        whole = " It holds the weights of a whole model: pass it as the model (model_path) instead." * has_weights(path)
-        raise WeightsError(f"{path} holds no LoRA adapter: it has no {_CONFIG}.{whole}")
+        whole = " It holds the weights of a whole model: pass it as the model (model_path) instead."
+        raise WeightsError(f"{path} holds no LoRA adapter: it has no {_CONFIG}.{whole if has_weights(path) else ''}")
     try:
         config = PeftConfig.from_pretrained(str(path))
         for name in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):

@@ -299,11 +299,8 @@ class LLMTrainer:
         # They end from right to left: the run is saved before the collector shuts down, and the
         # handlers go last.
         products = self.numerics.products()
-        with catch_signals(resume), products, closing(self), ExitStack() as last_to_first, self.saved_if_interrupted():
-            # Each ends, whatever the others raise; the first, which may hold the folder that the
-            # others write to, as the last.
-            for callback in self.callbacks:
-                last_to_first.callback(callback.on_end, self)
+        with catch_signals(resume), products, closing(self), ExitStack() as ending, self.saved_if_interrupted():
+            ending.callback(self._end_callbacks)
             for callback in self.callbacks:
                 callback.on_start(self)
             run_begins()
@@ -534,6 +531,13 @@ class LLMTrainer:
         self.stop_reason = None
         self.start_clock()
         self._check_limits()
+
+    def _end_callbacks(self) -> None:
+        # Each ends, whatever the others raise; the first, which may hold the folder that the
+        # others write to, as the last.
+        with ExitStack() as last_to_first:
+            for callback in self.callbacks:
+                last_to_first.callback(callback.on_end, self)
 
     def close(self) -> None:
         """Shut the collector down and flush the loggers, also if one of them fails; safe to call
