@@ -323,7 +323,7 @@ def play(env_id: str, player: Player, episodes: int, seed: int = 0) -> Played:
                 )
                 reply = env.slots.answer(0, said)
                 env.slots.advance(0, said, reply)
-                rewards.append(reply.reward)
+                rewards.append(reply.step.reward)
             returns.append(sum(rewards))
             turns.append(env.slots[0].turn)
             wins += env.slots[0].stop_reason == StopReason.WON
