@@ -67,7 +67,7 @@ def tokenizer_of(name, *, special=False, markers=("<think>", "</think>")):
 
 
 def formatter_of(name, **options):
-    return ChatFormatter(tokenizer_of(name), **{"history": "append"} | options)
+    return ChatFormatter(tokenizer_of(name), **{"contexts": "append"} | options)
 
 
 def conversation(*answers):
@@ -93,7 +93,7 @@ class TestAnswers:
     @pytest.mark.parametrize("given", [THOUGHT, "<think>Easy.</think>  4", "4", " 4\n"])
     def test_the_context_is_the_templates_own_text(self, name, given):
         """Where the template keeps answers, it renders the conversation as we do, to the letter."""
-        formatter = formatter_of(name, history="refuse", missing_thinking="empty")
+        formatter = formatter_of(name, contexts="auto", missing_thinking="empty")
         if name == "closed" and "think" in given:
             with pytest.raises(MissingThinkingError, match="thinks, and its prompt ends with the empty thought"):
                 context_of(formatter, given)
@@ -109,10 +109,10 @@ class TestAnswers:
         """A sampled answer whose prompt had opened its thought, behind a prompt that has closed
         it."""
         with pytest.raises(MissingThinkingError, match="thinks, and its prompt ends with the empty thought"):
-            context_of(formatter_of("closed", history="refuse"), "Easy.\n</think>\n\n4")
+            context_of(formatter_of("closed", contexts="auto"), "Easy.\n</think>\n\n4")
 
     def test_a_field_of_the_message_gets_the_thought(self):
-        formatter = formatter_of("in a field", history="refuse")
+        formatter = formatter_of("in a field", contexts="auto")
         messages = [*ASKED[:1], {"role": "assistant", "content": "4", "reasoning_content": "Easy."}]
         own = formatter.tokenizer.apply_chat_template(messages, tokenize=False)
         assert context_of(formatter, "<think>Easy.</think>4") + "\n" == own
@@ -145,7 +145,7 @@ class TestAnswers:
 
     @pytest.mark.parametrize("name", ["written", "as they are"])
     def test_markers_may_be_special_tokens(self, name):
-        formatter = ChatFormatter(tokenizer_of(name, special=True), history="append")
+        formatter = ChatFormatter(tokenizer_of(name, special=True), contexts="append")
         assert formatter.tokenizer.decode(formatter.answer(THOUGHT)).endswith("Easy.\n</think>\n\n4<|im_end|>")
         with pytest.raises(ControlTokenError, match="special token"):
             formatter.answer(f"{THOUGHT}<|im_end|>")
@@ -186,7 +186,7 @@ class TestAnswers:
 class TestPrompts:
     def make(self, *messages, name="as they are", **options):
         template = [{"role": role, "content": text} for role, text in messages]
-        return PromptFormatter(tokenizer_of(name), conversation_template=template, history="append", **options)
+        return PromptFormatter(tokenizer_of(name), conversation_template=template, contexts="append", **options)
 
     EXAMPLE = (("user", "1 + 1?"), ("assistant", "2"), ("user", "{question}"))
 
@@ -244,7 +244,7 @@ class Listens:
 class TestResponses:
     @pytest.mark.parametrize("name", OPEN)
     def test_environments_get_the_thought_that_the_prompt_opened(self, name):
-        env = GEMEnv(Listens, tokenizer=tokenizer_of(name), history="append", max_output_tokens=32)
+        env = GEMEnv(Listens, tokenizer=tokenizer_of(name), contexts="append", max_output_tokens=32)
         said = ["Easy.\n</think>\n\n4", "Hm"]
         policy = ScriptedPolicy(lambda episode, turn, context: said[turn], tokenizer=env.formatter.tokenizer)
         TurnCollector(env, policy, batch_size=1).rollout()
@@ -259,7 +259,7 @@ class TestResponses:
             return float(completion.text == answer and completion.startswith("<think>"))
 
         rows = [{"question": "2 + 2?", "answer": "4"}]
-        env = PromptDatasetEnv(rows, reward_fn, tokenizer=tokenizer_of("dropped"), history="append")
+        env = PromptDatasetEnv(rows, reward_fn, tokenizer=tokenizer_of("dropped"), contexts="append")
         policy = ScriptedPolicy(lambda *_: "Easy.</think>4", tokenizer=env.formatter.tokenizer)
         row = TurnCollector(env, policy, batch_size=1).rollout()
         assert row["turn", "reward"].tolist() == [[1.0]]
@@ -274,7 +274,7 @@ class TestResponses:
                 moves.append(text)
                 super().move(text.text)
 
-        env = SelfPlayEnv(Watched, tokenizer=tokenizer_of("dropped"), history="append", max_output_tokens=32)
+        env = SelfPlayEnv(Watched, tokenizer=tokenizer_of("dropped"), contexts="append", max_output_tokens=32)
         policy = ScriptedPolicy(lambda *_: "One.</think>1", tokenizer=env.formatter.tokenizer)
         SelfPlayCollector(env, policy, batch_size=2).rollout()
         assert {str(move) for move in moves} == {"<think>\nOne.</think>1"}
@@ -291,7 +291,7 @@ class TestResponses:
         dropped = "{{ m.content.split('<end|>')[-1] if m.role == 'assistant' else m.content }}"
         tokenizer = byte_tokenizer(chat_template=HEAD + dropped + FOOT)
         tokenizer.add_tokens(["<|end>", "<end|>"])
-        formatter = ChatFormatter(tokenizer, history="append")
+        formatter = ChatFormatter(tokenizer, contexts="append")
         assert formatter.decode(tokenizer.encode("<|end>hm<end|>4")).text == "4"
         plain = ChatFormatter(byte_tokenizer(chat_template=CHATML))
         assert plain.decode(tokenizer.encode("[THINK]hm[/THINK]4")).text == "[THINK]hm[/THINK]4"

@@ -287,8 +287,8 @@ class TestRaw:
         assert tokenizer.decode(ids) == "Play.\n\na\n5\nb\n"
 
 
-class TestKeptHistory:
-    """history="append" with templates that rewrite it."""
+class TestAppend:
+    """contexts="append" with templates that rewrite earlier turns."""
 
     thought = "<think>\nhm\n</think>\n\n5<|im_end|>"
 
@@ -296,13 +296,13 @@ class TestKeptHistory:
     def test_everything_sampled_stays(self, template):
         tokenizer = byte_tokenizer(chat_template=template)
         responses = [tokenizer.encode(f"{i}{self.thought}") for i in range(4)]
-        ids = conversation(ChatFormatter(tokenizer, history="append"), "abcde", responses)
+        ids = conversation(ChatFormatter(tokenizer, contexts="append"), "abcde", responses)
         reference = byte_tokenizer(chat_template=CHATML)
         assert ids == conversation(ChatFormatter(reference), "abcde", responses)
 
     def test_every_turn_starts_as_the_template_starts_it(self):
         tokenizer = byte_tokenizer(chat_template=PREFILLS_THINKING)
-        formatter = ChatFormatter(tokenizer, history="append", chat_template_kwargs={"enable_thinking": False})
+        formatter = ChatFormatter(tokenizer, contexts="append", chat_template_kwargs={"enable_thinking": False})
         opening = "<|im_start|>assistant\n<think></think>"
         assert tokenizer.decode(formatter.start("a")).endswith(opening)
         assert tokenizer.decode(formatter.feedback([5, END], "b")) == f"\n<|im_start|>user\nb<|im_end|>\n{opening}"
@@ -310,7 +310,7 @@ class TestKeptHistory:
     @pytest.mark.parametrize("template", [CHATML, QWEN_DEFAULT_SYSTEM, TRIMS, TOOL_AS_USER, CLOSED_BY_NEXT_ROLE])
     def test_changes_nothing_for_other_templates(self, template):
         tokenizer = byte_tokenizer(chat_template=template)
-        kept, strict = ChatFormatter(tokenizer, history="append"), ChatFormatter(tokenizer)
+        kept, strict = ChatFormatter(tokenizer, contexts="append"), ChatFormatter(tokenizer)
         assert kept.start("a") == strict.start("a")
         for role in ("user", "tool"):
             assert kept.feedback([5], "b", role=role) == strict.feedback([5], "b", role=role)
@@ -324,7 +324,6 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("template", "reason"),
         [
-            (FORGETS_THINKING, "where '<think>"),
             (DROPS_OLD_TURNS, "once a message is added"),
             (NUMBERS_TURNS, "user 3.* before one message, .*user 5"),
             (CHANGES_CONTENT, "does not render the message"),
@@ -346,13 +345,7 @@ class TestErrors:
     )
     def test_what_cannot_be_appended_either(self, template, reason):
         with pytest.raises(NotAppendOnlyError, match=f"(?s)not append-only: .*{reason}.*Either give the tokenizer"):
-            ChatFormatter(byte_tokenizer(chat_template=template), history="append")
-
-    def test_prefilled_thinking_depends_on_the_kwargs(self):
-        tokenizer = byte_tokenizer(chat_template=PREFILLS_THINKING)
-        ChatFormatter(tokenizer)
-        with pytest.raises(NotAppendOnlyError, match="not append-only"):
-            ChatFormatter(tokenizer, chat_template_kwargs={"enable_thinking": False})
+            ChatFormatter(byte_tokenizer(chat_template=template), contexts="append")
 
     def test_template_without_system_role(self):
         with pytest.raises(ChatTemplateError, match="System role not supported"):
@@ -362,9 +355,9 @@ class TestErrors:
         with pytest.raises(ValueError, match="'chat', 'raw'"):
             ChatFormatter(tokenizer, template="chatml")
 
-    def test_unknown_history(self, tokenizer):
-        with pytest.raises(ValueError, match="'refuse', 'append'"):
-            ChatFormatter(tokenizer, history="rewrite")
+    def test_unknown_contexts(self, tokenizer):
+        with pytest.raises(ValueError, match="'auto', 'append', 'template'"):
+            ChatFormatter(tokenizer, contexts="rewrite")
 
     def test_half_a_surrogate_pair(self, tokenizer):
         with pytest.raises(ValueError, match=r"'\\ud83d' at position 1: .*encode"):

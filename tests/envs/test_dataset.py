@@ -348,12 +348,12 @@ class TestPrompts:
 class TestOptions:
     """Every keyword of GEMEnv has its effect, or is refused."""
 
-    def test_history_is_honored(self, make, tokenizer):
+    def test_contexts_is_honored(self, make, tokenizer):
         rewriting = copy.deepcopy(tokenizer)
         rewriting.chat_template = CHATML.replace("message in messages", "message in messages[-3:]")
-        with pytest.raises(NotAppendOnlyError, match='history="append"'):
+        with pytest.raises(NotAppendOnlyError, match='contexts="append"'):
             make(tokenizer=rewriting)
-        assert make(tokenizer=rewriting, history="append").formatter.history == "append"
+        assert make(tokenizer=rewriting, contexts="append").formatter.contexts == "append"
 
     @pytest.mark.parametrize(
         ("name", "value"), [("max_turns", 3), ("overflow", "slide"), ("success_by", "return"), ("weights", [1.0])]
@@ -368,7 +368,7 @@ class TestOptions:
         given = {
             "num_envs": 4, "max_model_len": 99, "max_output_tokens": 9, "max_turns": 1, "overflow": "truncate",
             "group_size": 2, "weights": None, "max_faults": 5, "num_threads": 3, "step_timeout": 7.0, "system_prompt": "S",
-            "template": "raw", "history": "append", "chat_template_kwargs": {"a": 1}, "missing_thinking": "empty", "success_reward": 0.5,
+            "template": "raw", "contexts": "append", "chat_template_kwargs": {"a": 1}, "missing_thinking": "empty", "success_reward": 0.5,
             "template_date": "2024-02-29",
             "success_by": None, "on_done": "idle", "stream": "test", "seed": 8, "worker": 1, "num_workers": 2,
             "device": "cpu", "tokenizer": tokenizer,

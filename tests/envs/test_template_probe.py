@@ -15,7 +15,16 @@ from transformers import PreTrainedTokenizerFast
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import episode_from_messages
-from torchrl_llm.envs import CHATML, ChatFormatter, ChatTemplateError, GEMEnv, NotAppendOnlyError, PromptFormatter
+from torchrl_llm.envs import (
+    CHATML,
+    Append,
+    AsTemplate,
+    ChatFormatter,
+    ChatTemplateError,
+    GEMEnv,
+    NotAppendOnlyError,
+    PromptFormatter,
+)
 from torchrl_llm.modules import SamplingConfig
 from torchrl_llm.stops import response_end_ids
 from torchrl_llm.testing.environments import Echo
@@ -160,15 +169,14 @@ BY_FIELD = BY_FIELD.replace("m.content.split('</think>')[-1].strip()", "m.conten
 
 class TestThinking:
     def test_pairs_that_the_template_spells_are_tried(self):
-        with pytest.raises(NotAppendOnlyError, match="it drops thinking from earlier answers"):
-            ChatFormatter(tokenizer_with(DROPS_CHANNEL, "<|channel>", "<channel|>"))
+        found = ChatFormatter(tokenizer_with(DROPS_CHANNEL, "<|channel>", "<channel|>"))
+        assert "it drops thinking from earlier answers" in found.properties.rewrites
+        assert (found.properties.thinks, type(found.rule)) == (("<|channel>", "<channel|>"), AsTemplate)
 
     @pytest.mark.parametrize("earlier", [True, False])
     @pytest.mark.parametrize(
         ("cut", "tokens", "text"),
         [
-            ("split('[/think]')[-1]", (), "[/think]"),
-            ("split('◁/think▷')[-1]", ("◁think▷", "◁/think▷"), "◁/think▷"),
             ("split('Final answer:')[-1]", (), "Final answer:"),
             ("split('</' ~ 'plan' + '>')[-1]", (), "</plan>"),
             ("split(after)[-1]", (), "So: "),
@@ -195,7 +203,7 @@ class TestThinking:
         assert "it drops thinking from earlier answers" in str(raised.value) or (
             f"it changes answers with {text!r}: once a message is added, it renders" in str(raised.value)
         )
-        ChatFormatter(tokenizer, chat_template_kwargs=kwargs, history="append")
+        ChatFormatter(tokenizer, chat_template_kwargs=kwargs, contexts="append")
 
     def test_texts_at_which_it_cuts_nothing_are_no_reason(self):
         """Its own, white space that it strips, control tokens that it takes out of messages."""
@@ -203,11 +211,20 @@ class TestThinking:
         template = CHATML.replace("message", "m").replace("ms", "messages").replace("{{ m['content'] }}", said)
         ChatFormatter(byte_tokenizer(chat_template="{{ 'System: ' ~ '\n\n# Tools\n' }}" + template))
 
-    def test_markers_in_lower_case_are_a_pair(self):
-        template = CHATML.replace("message['content']", "message['content'].split('[/think]')[-1]")
-        formatter = ChatFormatter(byte_tokenizer(chat_template=template), history="append")
-        assert formatter.properties.thinks == ("[think]", "[/think]")
-        assert formatter.decode(formatter.tokenizer.encode("[think]hm[/think]\n4")).text == "4"
+    @pytest.mark.parametrize("contexts", ["auto", "append"])
+    @pytest.mark.parametrize(
+        "pair", [("[think]", "[/think]"), ("◁think▷", "◁/think▷"), ("<thought>", "</thought>"), ("<plan>", "</plan>")]
+    )
+    def test_markers_of_other_spellings_are_a_pair(self, pair, contexts):
+        """Also where only the one that closes is spelled, and earlier and last answers are cut
+        alike."""
+        template = CHATML.replace("message['content']", f"message['content'].split('{pair[1]}')[-1]")
+        formatter = ChatFormatter(byte_tokenizer(chat_template=template), contexts=contexts)
+        assert (formatter.properties.thinks, type(formatter.rule)) == (
+            pair,
+            {"auto": AsTemplate, "append": Append}[contexts],
+        )
+        assert formatter.decode(formatter.tokenizer.encode("hm".join(pair) + "\n4")).text == "4"
 
     @pytest.mark.parametrize("template", [OPENS, BY_FIELD])
     def test_a_template_that_keeps_what_the_prompt_opened_appends(self, template):
@@ -228,10 +245,9 @@ class TestThinking:
         assert tokenizer.decode(ids) == rendered(tokenizer, conversation, keep=True)
         assert (formatter.properties.opens, formatter.properties.closes) == ("<think>\n", "</think>")
 
-    def test_the_one_that_drops_it_is_refused_by_name(self):
+    def test_of_one_that_drops_it_the_name_is_known(self):
         tokenizer = tokenizer_with(OPENS, "<think>", "</think>", special=False)
-        with pytest.raises(NotAppendOnlyError, match="it drops thinking from earlier answers"):
-            ChatFormatter(tokenizer)
+        assert ChatFormatter(tokenizer).properties.rewrites.startswith("it drops thinking from earlier answers")
 
     def test_where_the_prompt_has_an_empty_thought_answers_have_none(self):
         tokenizer = tokenizer_with(OPENS, "<think>", "</think>", special=False)
@@ -240,12 +256,12 @@ class TestThinking:
         ids = [*formatter.start("a"), *response, *formatter.feedback(response, "b")]
         assert tokenizer.decode(ids) == rendered(tokenizer, as_messages("a", "5", "b"), keep=True, brief=True)
         assert (formatter.properties.opens, formatter.properties.closes) == ("<think>\n\n</think>\n\n", None)
-        with pytest.raises(NotAppendOnlyError, match="which its generation prompt writes, out of earlier answers"):
-            ChatFormatter(tokenizer, chat_template_kwargs={"brief": True})
+        rewrites = ChatFormatter(tokenizer, chat_template_kwargs={"brief": True}).properties.rewrites
+        assert "which its generation prompt writes, out of earlier answers" in rewrites
 
-    @pytest.mark.parametrize("history", ["refuse", "append"])
+    @pytest.mark.parametrize("contexts", ["auto", "append"])
     @pytest.mark.parametrize("shows_thinking", [False, True])
-    def test_an_answer_of_several_messages_is_refused_in_one_sentence(self, history, shows_thinking):
+    def test_an_answer_of_several_messages_is_refused_in_one_sentence(self, contexts, shows_thinking):
         thought = "{% if m.thinking %}<|begin|>assistant<|think|>{{ m.thinking }}<|end|>{% endif %}" * shows_thinking
         template = (
             "{% for m in messages %}" + thought + "<|begin|>{{ m.role }}<|content|>{{ m.content }}<|end|>{% endfor %}"
@@ -255,8 +271,8 @@ class TestThinking:
         with pytest.raises(
             ChatTemplateError, match=r"several messages of one answer: .*'<\|content\|>'.*\(harmony\)"
         ) as raised:
-            ChatFormatter(tokenizer, history=history)
-        assert "history=" not in str(raised.value)
+            ChatFormatter(tokenizer, contexts=contexts)
+        assert "contexts=" not in str(raised.value)
 
 
 # ---------------------------------------- given answers
@@ -379,13 +395,10 @@ class TestErrors:
     [
         "m.content | replace('\\n\\n', '\\n')",
         "m.content | replace('<think>', '[') | replace('</think>', ']')",
-        "m.content.split('</reasoning>')[-1]",
-        "m.content.split('</thought>')[-1]",
     ],
 )
 def test_what_is_rewritten_in_every_answer_is_found(content):
-    """Also where the last answer is rewritten in the same way, and where only the closing marker is
-    spelled."""
+    """Also where the last answer is rewritten in the same way."""
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ ("
         + content
@@ -401,5 +414,5 @@ def test_a_template_chosen_by_its_name_is_the_one_that_is_tried():
     tokenizer = byte_tokenizer(chat_template=CHATML)
     tokenizer.chat_template = {"default": CHATML, "dropping": dropping}
     assert ChatFormatter(tokenizer)
-    with pytest.raises(NotAppendOnlyError, match="drops thinking"):
-        ChatFormatter(tokenizer, chat_template_kwargs={"chat_template": "dropping"})
+    chosen = ChatFormatter(tokenizer, chat_template_kwargs={"chat_template": "dropping"})
+    assert "drops thinking" in chosen.properties.rewrites

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
-from torchrl_llm.envs import ChatFormatter, GEMEnv, NotAppendOnlyError
-from torchrl_llm.envs.template_probe import History
+from torchrl_llm.envs import AsTemplate, ChatFormatter, GEMEnv
+from torchrl_llm.envs.template_probe import Contexts
 from torchrl_llm.keys import StopReason
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, TurnCritic
 from torchrl_llm.modules.policy import Generation, TurnPolicy
@@ -59,7 +59,7 @@ class Style:
     rstrip: bool = False
     adds_bos: bool = False
     trims: bool = False
-    history: History = "refuse"
+    contexts: Contexts = "auto"
 
 
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -76,7 +76,7 @@ STYLES = {
         pad="<|endoftext|>",
         markup=QWEN_MARKUP,
         nfc=True,
-        history="append",
+        contexts="append",
     ),
     "llama3": Style(
         "llama3",
@@ -227,10 +227,10 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 def make_env(
-    tokenizer: PreTrainedTokenizerFast, history: History = "refuse", env=Heckler, num_envs: int = 16, **kwargs
+    tokenizer: PreTrainedTokenizerFast, contexts: Contexts = "auto", env=Heckler, num_envs: int = 16, **kwargs
 ) -> GEMEnv:
     kwargs = {"max_model_len": WIDTH, "max_output_tokens": RESPONSE, "max_faults": 0} | kwargs
-    return GEMEnv(env, tokenizer=tokenizer, num_envs=num_envs, history=history, **kwargs)
+    return GEMEnv(env, tokenizer=tokenizer, num_envs=num_envs, contexts=contexts, **kwargs)
 
 
 @pytest.fixture(scope="module", params=list(STYLES))
@@ -248,7 +248,7 @@ def tokenizer(style) -> PreTrainedTokenizerFast:
 
 class TestFuzz:
     def test_sampled_ids_are_trained_ids_and_contexts_only_grow(self, style, tokenizer):
-        env = make_env(tokenizer, style.history)
+        env = make_env(tokenizer, style.contexts)
         policy = Babbler(env.formatter)
         batch = min(CONVERSATIONS, 250)
         collector = TurnCollector(env, policy, batch_size=batch, total_batches=-(-CONVERSATIONS // batch))
@@ -275,7 +275,7 @@ class TestFuzz:
         torch.testing.assert_close(row[keys.SAMPLE_LOG_PROB], log_prob)
 
     def test_what_the_environment_says_is_text(self, style, tokenizer):
-        formatter = ChatFormatter(tokenizer, history=style.history)
+        formatter = ChatFormatter(tokenizer, contexts=style.contexts)
         steers, rng = set(control_ids(tokenizer)), random.Random(0)
         closed = [5, tokenizer.convert_tokens_to_ids(style.turn_end)]
         renderers = [
@@ -301,7 +301,7 @@ class TestFuzz:
 
     def test_the_scorer_agrees_with_the_sampler(self, style, tokenizer):
         model = tiny_model(tokenizer)
-        env = make_env(tokenizer, style.history, num_envs=8, max_model_len=300)
+        env = make_env(tokenizer, style.contexts, num_envs=8, max_model_len=300)
         ends = env.formatter.end_of_turn_ids
         sampling = SamplingConfig(max_output_tokens=RESPONSE, temperature=0.8, stop_ids=ends)
         (rows,) = TurnCollector(env, HFPolicy(model, tokenizer, sampling), batch_size=16, total_batches=1)
@@ -313,18 +313,15 @@ class TestFuzz:
 class TestStyles:
     MESSAGES, ANSWERS = ["Guess.", "higher\n", "<lower>", ""], ["5", "<think>\n7?\n</think>\n\n7", "6"]
 
-    def test_a_style_that_rewrites_history_is_refused_unless_asked_for(self, style, tokenizer):
-        if style.history == "append":
-            with pytest.raises(NotAppendOnlyError, match='history="append"'):
-                ChatFormatter(tokenizer)
-        else:
-            ChatFormatter(tokenizer)
+    def test_contexts_of_a_style_that_rewrites_earlier_turns_are_what_it_shows(self, style, tokenizer):
+        assert isinstance(ChatFormatter(tokenizer).rule, AsTemplate) == (style.contexts == "append")
+        assert not isinstance(ChatFormatter(tokenizer, contexts=style.contexts).rule, AsTemplate)
 
     def test_contexts_are_the_templates_own_renderings(self, style, tokenizer):
-        formatter = ChatFormatter(tokenizer, history=style.history)
+        formatter = ChatFormatter(tokenizer, contexts=style.contexts)
         ids, messages = [*formatter.start(self.MESSAGES[0])], [{"role": "user", "content": self.MESSAGES[0]}]
         for answer, message in zip(self.ANSWERS, self.MESSAGES[1:], strict=True):
-            if style.history == "append" and len(messages) > 1:
+            if style.contexts == "append" and len(messages) > 1:
                 return  # from here on it is not
             assert tokenizer.decode(ids) == self.rendered(tokenizer, messages)
             response = formatter.answer(answer)

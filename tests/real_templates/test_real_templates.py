@@ -8,6 +8,7 @@ docs/templates.md.
 from __future__ import annotations
 
 import os
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from sources import Template, real_tokenizers, templates, tokenizer_for
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm.envs import ChatFormatter, ChatTemplateError, NotAppendOnlyError
-from torchrl_llm.envs.template_probe import History
+from torchrl_llm.envs.template_probe import Contexts
 from torchrl_llm.rendering import Message, Renderer
 
 pytestmark = [
@@ -40,7 +41,8 @@ PROPERTIES = {
     "makes several messages of one answer": "several messages an answer (harmony)",
     "pass what it lacks as chat_template_kwargs": "needs variables",
 }
-ACCEPTED = """cohere cohere2 gemma gemma3 lfm2 lfm2_v2 llama3 llama3_1 llama3_2 phi3 phi3_5 qwen2_5 qwen3_instruct_2507 qwen2_5_vl
+# What users name first, of which none may be refused.
+ACCEPTED = """qwen3 qwen3_5_think qwen3_6 glm4moe deepseek_r1_distill nemotron_3_nano gemma4_v5 lfm2_2_5 cohere cohere2 gemma gemma3 lfm2 lfm2_v2 llama3 llama3_1 llama3_2 phi3 phi3_5 qwen2_5 qwen3_instruct_2507 qwen2_5_vl
 qwen3_vl idefics3 smolvlm llava_next qwen3_8 qwen3_training qwen3_5_think_training qwen3_6_training deepseek_r1_distill_training"""
 QUESTIONS = ["Add 2 and 2.", " \n And 3?\n\n", "Once\nmore: {{ 5 }}", "  Good."]
 ANSWERS = ["4", "It is\n7.", "12"]
@@ -48,21 +50,23 @@ PADDED = [" 4\n\n", "\n It is\n7. ", "12 "]
 HALF = "Half of it."
 
 
-def property_of(error: Exception) -> str:
-    return next((short for told, short in PROPERTIES.items() if told in str(error)), "unnamed")
+def property_of(told: object) -> str:
+    return next((short for said, short in PROPERTIES.items() if said in str(told)), "unnamed")
 
 
-def made(template: Template, tokenizer: PreTrainedTokenizerBase, history: History) -> ChatFormatter | ChatTemplateError:
+def made(
+    template: Template, tokenizer: PreTrainedTokenizerBase, contexts: Contexts
+) -> ChatFormatter | ChatTemplateError:
     try:
-        return ChatFormatter(tokenizer, history=history, chat_template_kwargs=template.kwargs)
+        return ChatFormatter(tokenizer, contexts=contexts, chat_template_kwargs=template.kwargs)
     except ChatTemplateError as error:
         return error
 
 
 @cache
-def outcome(index: int, history: History) -> ChatFormatter | ChatTemplateError:
+def outcome(index: int, contexts: Contexts) -> ChatFormatter | ChatTemplateError:
     """What becomes of a template on a byte-level tokenizer."""
-    return made(FOUND[index], tokenizer_for(FOUND[index]), history)
+    return made(FOUND[index], tokenizer_for(FOUND[index]), contexts)
 
 
 def with_thought(formatter: ChatFormatter, answer: str, pair: tuple[str, str]) -> tuple[str, Message]:
@@ -93,13 +97,12 @@ def conversations(formatter: ChatFormatter) -> dict[str, tuple[str, list[tuple[s
 
 def contexts(formatter: ChatFormatter, role: str, answers: list[str]) -> list[list[int]]:
     """What is trained on at each turn."""
-    ids = [*formatter.start(QUESTIONS[0])]
-    seen = [[*ids]]
+    spans = formatter.first_spans(QUESTIONS[0])
+    seen = [[*formatter.start(QUESTIONS[0])]]
     for i, answer in enumerate(answers):
         follows = role if i + 2 < len(QUESTIONS) else "user"
-        response = formatter.answer(answer, role=follows)
-        ids += [*response, *formatter.feedback(response, QUESTIONS[i + 1], role=follows)]
-        seen.append([*ids])
+        spans += formatter.turn_spans(formatter.answer(answer, role=follows), QUESTIONS[i + 1], i, role=follows)
+        seen.append([i for span in formatter.rule(spans, formatter, sys.maxsize) for i in span.ids])
     return seen
 
 
@@ -125,21 +128,20 @@ def check(formatter: ChatFormatter) -> None:
 @pytest.mark.parametrize("index", range(len(FOUND)), ids=[f"{t.package}-{t}" for t in FOUND])
 class TestTemplates:
     def test_it_is_followed_or_refused_by_name(self, index):
-        found = outcome(index, "refuse")
+        found = outcome(index, "auto")
         if isinstance(found, ChatFormatter):
             check(found)
         else:
             assert property_of(found) != "unnamed", found
-            if isinstance(found, NotAppendOnlyError):
-                assert 'history="append"' in str(found)
+            assert ('contexts="append"' in str(found)) == isinstance(found, NotAppendOnlyError)
 
     def test_what_is_kept_all_the_same_begins_and_goes_on_as_the_template(self, index):
-        """Under history="append" the first prompt and each message are the template's, and each
+        """Under contexts="append" the first prompt and each message are the template's, and each
         answer ends once."""
         found = outcome(index, "append")
         if isinstance(found, ChatTemplateError):
             assert property_of(found) in ("several messages an answer (harmony)", "needs variables"), found
-            assert "history=" not in str(found)
+            assert "contexts=" not in str(found)
             return
         tokenizer, render = found.tokenizer, Renderer(found.tokenizer, chat_template_kwargs=found.chat_template_kwargs)
         asked, reply = Message("user", "Add."), Message("user", "Good.")
@@ -152,9 +154,9 @@ class TestTemplates:
         assert whole.endswith(end + tokenizer.decode(feedback)), (whole, tokenizer.decode(feedback))
 
     def test_a_real_vocabulary_is_no_different(self, index):
-        template, expected = FOUND[index], outcome(index, "refuse")
+        template, expected = FOUND[index], outcome(index, "auto")
         for tokenizer in real_tokenizers(template):
-            found = made(template, tokenizer, "refuse")
+            found = made(template, tokenizer, "auto")
             assert type(found) is type(expected)
             if isinstance(found, ChatFormatter):
                 check(found)
@@ -163,9 +165,9 @@ class TestTemplates:
 def test_no_way_out_by_refusing():
     by_name = {str(template): i for i, template in enumerate(FOUND) if template.package == "trl"}
     refused = {
-        name: str(outcome(by_name[name], "refuse"))
+        name: str(outcome(by_name[name], "auto"))
         for name in ACCEPTED.split()
-        if not isinstance(outcome(by_name[name], "refuse"), ChatFormatter)
+        if not isinstance(outcome(by_name[name], "auto"), ChatFormatter)
     }
     assert not refused
 
@@ -174,13 +176,18 @@ def test_no_way_out_by_refusing():
 
 
 def row(index: int) -> str:
-    template, strict, kept = FOUND[index], outcome(index, "refuse"), outcome(index, "append")
-    told = ["yes" if isinstance(found, ChatFormatter) else property_of(found) for found in (strict, kept)]
+    template, strict, kept = FOUND[index], outcome(index, "auto"), outcome(index, "append")
+    if isinstance(strict, ChatTemplateError):
+        told = f"refused: {property_of(strict)}"
+    elif strict.properties.rewrites is None:
+        told = "yes"
+    else:
+        told = f"followed: {property_of(strict.properties.rewrites)}"
     if isinstance(kept, ChatTemplateError):
-        return f"| {template.package} | {template} | {told[0]} | no | | |"
+        return f"| {template.package} | {template} | {told} | no | | |"
     ends = dict.fromkeys(frame.end for frame in kept.properties.frames.values() if frame.end)
     shown = [" ".join(map(_code, ends)), _code(kept.properties.opens)]
-    return f"| {template.package} | {template} | {told[0]} | {told[1]} | {shown[0]} | {shown[1]} |"
+    return f"| {template.package} | {template} | {told} | yes | {shown[0]} | {shown[1]} |"
 
 
 def _code(text: str) -> str:
@@ -190,7 +197,9 @@ def _code(text: str) -> str:
 
 def table() -> str:
     """A row for each template, and for each of its switches that changes what becomes of it."""
-    head = '| package | template | appends | `history="append"` | ends an answer | opens |\n|---|---|---|---|---|---|\n'
+    head = (
+        '| package | template | appends | `contexts="append"` | ends an answer | opens |\n|---|---|---|---|---|---|\n'
+    )
     rows, results = [], {}
     for index, template in enumerate(FOUND):
         result = row(index).split("|")[3:]

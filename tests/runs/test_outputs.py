@@ -65,7 +65,7 @@ class TestConversations:
             num_envs=2,
             group_size=2,
             tokenizer=tokenizer,
-            history="append",
+            contexts="append",
             chat_template_kwargs={"opening": opening},
             max_model_len=512,
             max_output_tokens=64,

@@ -168,7 +168,7 @@ LAW: dict[str, list[Case]] = {
     "system_prompt": [works("Be brief.")],
     "template": [works("raw", run=fresh_state)],
     "chat_template": [works(PLAIN), idle(PLAIN, template="raw")],
-    "history": [works("append", tokenizer_path=forgetful), idle("append", template="raw")],
+    "contexts": [works("append", tokenizer_path=forgetful), idle("append", template="raw")],
     "chat_template_kwargs": [works({"mood": "wild"}, tokenizer_path=other_tokenizer), idle({"mood": "x"}, template="raw")],
     "missing_thinking": [
         works("empty", "SFT", tokenizer_path=thinker, max_output_tokens=32),

@@ -159,8 +159,8 @@ def _demonstrations(config: RunSettings, env: GEMEnv) -> str:
 def _template(config: RunSettings) -> str:
     if config.chat.template == "raw":
         return "none: messages are joined as they are"
-    if config.chat.history == "append":
-        return "what was sampled and seen is kept (history=append)"
+    if config.chat.contexts == "append":
+        return "what was sampled and seen is kept (contexts=append)"
     return "append-only: earlier turns are rendered as they were"
 
 

@@ -259,7 +259,7 @@ class ThreadExecutor(RolloutExecutor):
                 f"{episode.index} there. Give each user of the environment an environment of its own."
             )
         else:
-            if reply.dropped:
+            if reply.context is not None:
                 episode.end_segment(self.slots.context(slot))
             self.slots.advance(slot, episode.turns[-1].tokens.tolist(), reply)
             episode.record(self.slots.values(slot))

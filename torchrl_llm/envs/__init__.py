@@ -7,6 +7,7 @@ else.
 from torchrl_llm.envs.answers import MissingThinkingError
 from torchrl_llm.envs.chat import CHATML, ChatFormatter, ControlTokenError, compose_message
 from torchrl_llm.envs.columns import Extras, text_key
+from torchrl_llm.envs.contexts import Append, AsTemplate, ContextRule, KeepLast, Slide, Span
 from torchrl_llm.envs.dataset import PromptDatasetEnv, PromptFormatter, RowTaskSampler, read_rows, train_test_split
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.env_spec import EnvSpec
@@ -34,8 +35,11 @@ from torchrl_llm.rendering import ChatTemplateError, MissingChatTemplateError
 __all__ = [
     "CHATML",
     "GEM_CLASSES",
+    "Append",
+    "AsTemplate",
     "ChatFormatter",
     "ChatTemplateError",
+    "ContextRule",
     "ControlTokenError",
     "EnvSpec",
     "EnvironmentFault",
@@ -46,6 +50,7 @@ __all__ = [
     "Game",
     "GameSlots",
     "IsolatedEnv",
+    "KeepLast",
     "MissingChatTemplateError",
     "MissingGEMError",
     "MissingThinkingError",
@@ -61,8 +66,10 @@ __all__ = [
     "RowTaskSampler",
     "SeenTasks",
     "SelfPlayEnv",
+    "Slide",
     "Slot",
     "SlotMachine",
+    "Span",
     "Stage",
     "SuccessRule",
     "TaskIdentity",

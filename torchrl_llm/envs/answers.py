@@ -42,7 +42,7 @@ class AnswerForm:
         >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
         >>> template = byte_tokenizer().chat_template.replace("assistant\\n{% endif %}", "assistant\\n<think>\\n{% endif %}")
         >>> render = Renderer(byte_tokenizer(chat_template=template))
-        >>> form = AnswerForm(render, probe_template(render, (), "append"), "empty")
+        >>> form = AnswerForm(render, probe_template(render, ()), "empty")
         >>> form("<think>\\n2 and 2.\\n</think>\\n\\n4"), form("4")
         ('2 and 2.\\n</think>\\n\\n4', '\\n</think>\\n\\n4')
     """

@@ -1,14 +1,17 @@
-"""Messages to token ids, append-only: :class:`ChatFormatter`.
+"""Messages to token ids: :class:`ChatFormatter`.
 
 Chat templates and end-of-turn tokens are handled here and in :mod:`torchrl_llm.stops`. This module
-does not know environments, rewards or tensors: it maps strings to tuples of ids. The ids of a
-conversation only grow, and sampled ids are never decoded and tokenized again.
+does not know environments, rewards or tensors: it maps strings to tuples of ids. Sampled ids are
+never decoded and tokenized again.
 """
 
 from __future__ import annotations
 
+import logging
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from typing import Any, Literal, get_args
@@ -18,13 +21,17 @@ from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm.envs.answers import AnswerForm, MissingThinking
+from torchrl_llm.envs.contexts import Append, AsTemplate, ContextRule, Span
 from torchrl_llm.envs.message_cache import MessageCache
 from torchrl_llm.envs.response import Response, text_behind_thinking
-from torchrl_llm.envs.template_probe import History, probe_template
+from torchrl_llm.envs.template_probe import Contexts, not_append_only, probe_template
 from torchrl_llm.envs.template_properties import Frame, TemplateProperties
+from torchrl_llm.envs.template_view import TemplateView, follows_template
 from torchrl_llm.rendering import Renderer, Role
 from torchrl_llm.stops import control_tokens, token_pattern
 from torchrl_llm.utils.options import Checked, ConfigError
+
+logger = logging.getLogger(__name__)
 
 Template = Literal["chat", "raw"]
 
@@ -119,7 +126,7 @@ def _puts_space_before_text(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 class ChatFormatter(Checked):
-    """Renders a conversation through the tokenizer's own chat template, append-only, to token ids.
+    """Renders a conversation through the tokenizer's own chat template to token ids.
 
     A context is ``start(first message)``, then for each turn the sampled response ids as they are,
     then ``feedback(response, next message)``. As long as messages hold no look-alikes of control
@@ -127,20 +134,21 @@ class ChatFormatter(Checked):
     the whole conversation. Look-alikes in messages stay text; the system prompt is the caller's own
     and is rendered as part of the template.
 
-    A template that rewrites history (drops earlier thinking, leaves out old turns) cannot be
-    reproduced: the policy would be trained on tokens that it did not see, or would see tokens that
-    it did not sample. It is refused, unless ``history="append"`` asks to keep everything that was
-    sampled and seen. Then contexts hold what the template would have removed. They are longer, and
-    they differ from the contexts of a server that renders each turn again; serve the trained model
-    as it was trained.
+    A template that leaves the thinking out of earlier answers, or what it opened for them, shows
+    later turns another context than that. Then :attr:`rule` says which spans of the episode a turn
+    sees (:class:`~torchrl_llm.envs.AsTemplate`), and contexts equal the template's own rendering
+    too. ``contexts="append"`` keeps all that was sampled and seen: contexts are longer, and differ
+    from the contexts of a server that renders each turn again; serve the trained model as it was
+    trained. A template that does anything else to earlier turns is refused, but for
+    ``contexts="append"``.
 
     Args:
         tokenizer: a transformers tokenizer.
         template: ``"chat"`` (default) renders with the tokenizer's chat template; ``"raw"`` joins
             messages with newlines, for base models without a template (its context starts with the
             BOS token if the tokenizer adds one).
-        history: what to do with a template that rewrites history: ``"refuse"`` (default) or
-            ``"append"``.
+        contexts: how earlier answers look to later turns: ``"auto"`` (default) and ``"template"``
+            as the template shows them, ``"append"`` as they were.
         system_prompt: text of the system message; ``None`` leaves it to the template.
         chat_template_kwargs: passed on to the template, such as ``{"enable_thinking": False}``.
         missing_thinking: what to do with an answer that nobody sampled (:meth:`answer`) and that
@@ -152,6 +160,7 @@ class ChatFormatter(Checked):
     Attributes:
         properties: what the template does, found out by trying it
             (:mod:`torchrl_llm.envs.template_probe`).
+        rule: which spans of an episode a turn sees.
         template_date: the day that the template shows; ``None``: it shows none.
         end_of_turn_ids: ids with which the tokenizer ends a response: the template's end-of-turn
             token first (before a user's message, then before tool output, if it is another one),
@@ -162,9 +171,9 @@ class ChatFormatter(Checked):
 
     Raises:
         MissingChatTemplateError: ``template="chat"`` and the tokenizer has none.
-        NotAppendOnlyError: the template changes what it rendered before when a message is added,
-            and ``history="refuse"``; or the text that it puts around a message depends on the
-            message or its place.
+        NotAppendOnlyError: the template changes more of what it rendered before than the thinking
+            of answers, and ``contexts`` is not ``"append"``; or the text that it puts around a
+            message depends on the message or its place.
         ControlTokenError: a message holds a control token that the tokenizer cannot spell as text
             (from :meth:`start` and :meth:`feedback`).
         ValueError: a message is not Unicode text: it holds half of a surrogate pair (likewise).
@@ -188,7 +197,7 @@ class ChatFormatter(Checked):
         tokenizer: PreTrainedTokenizerBase,
         *,
         template: Template = "chat",
-        history: History = "refuse",
+        contexts: Contexts = "auto",
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         missing_thinking: MissingThinking = "refuse",
@@ -196,7 +205,7 @@ class ChatFormatter(Checked):
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self.history = history
+        self.contexts = contexts
         self.system_prompt = system_prompt
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self.missing_thinking = missing_thinking
@@ -210,7 +219,10 @@ class ChatFormatter(Checked):
         today = read_date(template_date) or date.today()
         content: dict[str, Any] = {"system_prompt": system_prompt, "chat_template_kwargs": chat_template_kwargs}
         render = None if template == "raw" else Renderer(tokenizer, **content, today=today)
-        self.properties = self._raw_properties() if render is None else probe_template(render, self._control, history)
+        appends = contexts == "append"
+        self.properties = (
+            self._raw_properties() if render is None else probe_template(render, self._control, appends=appends)
+        )
         self._form = AnswerForm(render, self.properties, missing_thinking)
         self._in_thought = self._form.is_open("")  # where a response begins
         self.template_date = today.isoformat() if self.properties.shows_date else None
@@ -222,11 +234,32 @@ class ChatFormatter(Checked):
         self.end_of_turn_ids: tuple[int, ...] = tuple(dict.fromkeys(end for end in ends if end is not None))
         self.stop_ids: tuple[int, ...] = tuple(i for i, token in added.items() if token.special)
         self._make_caches()
+        self._opening = self._encode_written(self.properties.opens)
+        self._view: TemplateView | None = None
+        self.rule: ContextRule = Append() if render is None or appends else self._followed(render)
+
+    def _followed(self, render: Renderer) -> ContextRule:
+        """The rule by which contexts are what a template shows."""
+        reason = self.properties.rewrites
+        if reason is None:
+            return Append()
+        self.rule = AsTemplate()
+        for field in (None, *self.properties.thinking_fields):
+            self.properties = replace(self.properties, thinking_field=field)
+            self._form = AnswerForm(render, self.properties, self.missing_thinking)
+            self._view = TemplateView(render, self.properties)
+            if follows_template(self, render, self._view):
+                logger.info(
+                    'Contexts are what the chat template shows (contexts="template"): %s.', reason.partition(":")[0]
+                )
+                return self.rule
+        raise not_append_only(render, reason, keep=True)
 
     def _make_caches(self) -> None:
         # Members of a group share a first message, and games repeat their feedback.
         self._encode_start = MessageCache(self._render_start)
         self._encode_feedback = MessageCache(self._render_feedback)
+        self._encode_written = MessageCache(self._with_added_tokens)
         self._encode_plain = _without_added_tokens(self.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -258,21 +291,87 @@ class ChatFormatter(Checked):
         """
         if role not in get_args(Role):
             raise ValueError(f"role is {role!r}; expected one of {get_args(Role)}.")
-        last = int(response[-1]) if len(response) else None
-        role = next((other for other in (role, *self._ends) if self._ends[other] == last is not None), role)
+        role, last = self._role_behind(response, role), response[-1] if len(response) else None
         return self._encode_feedback(message, role, last is not None and self._ends[role] == last)
+
+    def _role_behind(self, response: Sequence[int], role: Role) -> Role:
+        last = int(response[-1]) if len(response) else None
+        return next((other for other in (role, *self._ends) if self._ends[other] == last is not None), role)
+
+    # ---------------------------------------- spans, of which contexts are made
+
+    def first_spans(self, message: str) -> list[Span]:
+        """What :meth:`start` returns, as spans."""
+        return self._with_opening(self.start(message), -1, "user")
+
+    def turn_spans(
+        self,
+        response: Sequence[int],
+        message: str,
+        turn: int,
+        *,
+        role: Role = "user",
+        said: Response | None = None,
+    ) -> list[Span]:
+        """A response, and the :meth:`feedback` behind it, as spans.
+
+        Args:
+            response: the sampled ids, as they are.
+            message: the environment's next message.
+            turn: of the response.
+            role: of the message.
+            said: what :meth:`decode` makes of the response, if that is known.
+        """
+        thought = self._num_thought(response, self.decode(response) if said is None else said)
+        thinking = [Span(response[:thought], turn, "thinking")] if thought else []
+        feedback = self.feedback(response, message, role=role)
+        role = self._role_behind(response, role)
+        return [*thinking, Span(response[thought:], turn, "answer"), *self._with_opening(feedback, turn, role)]
+
+    def _with_opening(self, ids: tuple[int, ...], turn: int, role: Role) -> list[Span]:
+        end = len(ids) - len(self._opening)
+        if not self._opening or ids[end:] != self._opening:
+            return [Span(ids, turn, "message", role)]
+        return [Span(ids[:end], turn, "message", role), Span(self._opening, turn + 1, "opening")]
+
+    def _num_thought(self, response: Sequence[int], said: Response) -> int:
+        """How many ids of a response are its thinking, with the white space behind it; all but the
+        token that ended the response, if the thought is not closed."""
+        if len(said.text) == len(said):
+            return 0
+        ids = self._without_end(response)
+        start = len(said) - len(said.text) - (len(self.properties.opens) if self._in_thought else 0)
+        return bisect_right(range(len(ids) + 1), start, key=lambda count: len(self._text(ids[:count]))) - 1
+
+    def written_before(self, roles: tuple[Role, ...], thinking: tuple[bool, ...]) -> list[tuple[int, ...] | None]:
+        """The ids that the template writes before each answer of a conversation, in the place of
+        what the prompt opened and of its thought; ``None``: these stand there.
+
+        Args:
+            roles: of the messages, one more than there are answers.
+            thinking: whether each answer has a thought.
+        """
+        written = [None] * len(thinking) if self._view is None else self._view(roles, thinking)
+        return [None if text is None else self._encode_written(text) for text in written]
+
+    # ---------------------------------------- responses
 
     def decode(self, response: Sequence[int]) -> Response:
         """A response as the environment gets it: its text, without the token that ended it and with
         the thought that the prompt opened for it; and the answer behind the thinking beside it.
         """
-        if len(response) and (response[-1] in self.stop_ids or response[-1] in self.end_of_turn_ids):
-            response = response[:-1]
-        # Cleaning up would remove spaces before punctuation: the environment would get another text
-        # than was sampled.
-        text = str(self.tokenizer.decode(response, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        text = self._text(self._without_end(response))
         whole = self.properties.opens + text if self._in_thought else text
         return Response(whole, text=text_behind_thinking(whole, self.properties.thinks, opened=self._in_thought))
+
+    def _without_end(self, response: Sequence[int]) -> Sequence[int]:
+        ended = len(response) and (response[-1] in self.stop_ids or response[-1] in self.end_of_turn_ids)
+        return response[:-1] if ended else response
+
+    def _text(self, ids: Sequence[int]) -> str:
+        # Cleaning up would remove spaces before punctuation: the environment would get another text
+        # than was sampled.
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def answer(self, text: str, *, role: Role = "user") -> tuple[int, ...]:
         """The ids of an answer that nobody sampled, such as a scripted player's: the ids of

@@ -9,6 +9,7 @@ assigns them to tasks, and makes prompts of questions. Reward functions are call
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
@@ -285,6 +286,9 @@ class PromptFormatter(ChatFormatter):
         self._check(messages)
         contents = [content for _, content in messages]
         prefill = contents.pop() if len(contents) % 2 == 0 else ""
+        # Until the template is known, which is tried with plain messages.
+        self._message, self._examples = PLACEHOLDER, list[tuple[tuple[int, ...], str]]()
+        self._prefill: tuple[int, ...] = ()
         super().__init__(tokenizer, system_prompt=system_prompt, **kwargs)
         answers = [self.encode_answer(self._form(answer)) for answer in contents[1::2]]
         self._message, self._examples = contents[0], list(zip(answers, contents[2::2], strict=True))
@@ -304,15 +308,17 @@ class PromptFormatter(ChatFormatter):
 
     def start(self, message: str) -> tuple[int, ...]:
         """The ids of the prompt that asks the question ``message``."""
-        ids = super().start(self._message.replace(PLACEHOLDER, message))
-        for answer, question in self._examples:
-            ids = (*ids, *answer, *self.feedback(answer, question.replace(PLACEHOLDER, message)))
-        return (*ids, *self._prefill)
+        spans = self._with_opening(super().start(self._message.replace(PLACEHOLDER, message)), -1, "user")
+        for turn, (answer, question) in enumerate(self._examples):
+            spans += self.turn_spans(answer, question.replace(PLACEHOLDER, message), turn)
+        shown = self.rule(spans, self, sys.maxsize)
+        return (*(i for span in shown for i in span.ids), *self._prefill)
 
 
 _ONE_TURN: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_turns": ((None, 1), "an episode is one turn"),
     "overflow": (("truncate",), "a context of one turn has nothing to drop"),
+    "context_rule": ((None,), "a context of one turn has nothing to drop"),
     "success_by": ((None,), "the return of one turn is its reward"),
     "weights": ((None,), "there is one dataset, and every row is sampled once an epoch"),
 }
@@ -368,11 +374,11 @@ class PromptDatasetEnv(GEMEnv):
             the dataset.
         num_envs: slots N; default 1. A multiple of ``group_size``.
         stream: ``"train"`` (default), ``"eval"`` or ``"test"``.
-        system_prompt, template, history, chat_template_kwargs, missing_thinking, template_date: see
+        system_prompt, template, contexts, chat_template_kwargs, missing_thinking, template_date: see
             :class:`~torchrl_llm.envs.chat.ChatFormatter`.
         options: see :class:`~torchrl_llm.envs.GEMEnv`. What means nothing to questions of one turn
-            is refused: ``max_turns`` other than 1, ``overflow="slide"``, ``success_by``,
-            ``weights``.
+            is refused: ``max_turns`` other than 1, ``overflow="slide"``, ``context_rule``,
+            ``success_by``, ``weights``.
 
     Raises:
         TypeError: ``reward_fn`` cannot be called with three positional arguments.

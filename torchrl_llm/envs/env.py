@@ -24,13 +24,14 @@ from torchrl_llm import keys
 from torchrl_llm.envs.answers import MissingThinking
 from torchrl_llm.envs.chat import ChatFormatter, Template
 from torchrl_llm.envs.columns import ExtraKinds
+from torchrl_llm.envs.contexts import ContextRule
 from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.isolation import MAX_THREADS
 from torchrl_llm.envs.registry import EnvSource, resolve_env
 from torchrl_llm.envs.slots import Overflow, SlotMachine, SuccessRule
 from torchrl_llm.envs.tasks import Stream, TaskSampler
-from torchrl_llm.envs.template_probe import History
+from torchrl_llm.envs.template_probe import Contexts
 from torchrl_llm.envs.tensors import chosen_slots, done_of, observation_of, responses_of, set_specs
 from torchrl_llm.envs.text_env import EnvironmentFault, SuccessBy
 from torchrl_llm.stops import HasStopIds, share_stop_ids
@@ -61,11 +62,14 @@ class GEMEnv(Checked, EnvBase):
 
     An episode ends as ``terminated`` when its environment says so (also at its own turn limit), and
     as ``truncated`` by our budgets: ``max_turns``, or when the next response would not fit into
-    ``max_model_len``. With ``overflow="slide"`` the oldest turns leave the context instead, all but
-    the first prompt and as much as fills half of the room behind it; the ids of what stays do not
-    change. What follows is a new segment of the episode, counted in the observation ``"segment"``
-    ``[N, 1]``, and trained on as the policy saw it (:mod:`torchrl_llm.modules.segments`). The
-    episode is truncated only where the last turn alone does not fit.
+    ``max_model_len``. With ``overflow="slide"`` the oldest turns leave the context instead
+    (:class:`~torchrl_llm.envs.Slide`), and an episode is truncated only where the last turn alone
+    does not fit.
+
+    What a turn sees of its episode is a rule's (:mod:`torchrl_llm.envs.contexts`): of templates
+    that drop earlier thinking, what they show. A context that does not extend the one before opens
+    a new segment of the episode, counted in the observation ``"segment"`` ``[N, 1]``, and is
+    trained on as the policy saw it (:mod:`torchrl_llm.modules.segments`). Ids never change.
 
     An environment that raises (also ``SystemExit``) or returns something malformed ends its own
     episode: truncated, reward 0, no feedback, ``StopReason.ERROR`` (``TIMEOUT`` if it raised
@@ -86,6 +90,8 @@ class GEMEnv(Checked, EnvBase):
         max_model_len: width of the context in tokens; default 1024.
         max_output_tokens: width of a response in tokens; default 64.
         max_turns: our turn budget; default none.
+        context_rule: selects from what the template shows of an episode what a turn sees, such as
+            :class:`~torchrl_llm.envs.KeepLast`; default all.
         overflow: ``"truncate"`` (default) or ``"slide"``: what happens when the context is full.
         group_size: episodes that share a task; default 1.
         weights: how often each environment of a mixture is sampled, see
@@ -101,7 +107,7 @@ class GEMEnv(Checked, EnvBase):
         step_timeout: seconds that one reset or step may take; waiting for other environments does
             not count. Default none. It needs threads.
             :class:`~torchrl_llm.collectors.AsyncTurnCollector` has threads and a limit of its own.
-        system_prompt, template, history, chat_template_kwargs, missing_thinking, template_date: see
+        system_prompt, template, contexts, chat_template_kwargs, missing_thinking, template_date: see
             :class:`~torchrl_llm.envs.ChatFormatter`.
         success_reward: an episode is a success if it terminates with at least this; default 1.0.
             Where the environment says ``info["success"]`` as it terminates, that decides. If 64
@@ -169,6 +175,7 @@ class GEMEnv(Checked, EnvBase):
     max_output_tokens = Delegated[int]("slots.max_output_tokens")
     max_turns = Delegated[int | None]("slots.max_turns")
     max_faults = Delegated[int]("slots.faults.max_faults")
+    context_rule = Delegated[ContextRule | None]("slots.context_rule")
     overflow = Delegated[Overflow]("slots.overflow")
     group_size = Delegated[int]("slots.group_size")
     success_reward = Delegated[float]("slots.success.threshold")
@@ -185,6 +192,7 @@ class GEMEnv(Checked, EnvBase):
         max_model_len: Count = 1024,
         max_output_tokens: Count = 64,
         max_turns: Count | None = None,
+        context_rule: ContextRule | None = None,
         overflow: Overflow = "truncate",
         group_size: Count = 1,
         weights: Sequence[float] | None = None,
@@ -193,7 +201,7 @@ class GEMEnv(Checked, EnvBase):
         step_timeout: Positive | None = None,
         system_prompt: str | None = None,
         template: Template = "chat",
-        history: History = "refuse",
+        contexts: Contexts = "auto",
         chat_template_kwargs: dict[str, Any] | None = None,
         missing_thinking: MissingThinking = "refuse",
         template_date: str | None = None,
@@ -222,7 +230,7 @@ class GEMEnv(Checked, EnvBase):
         formatter = ChatFormatter(
             tokenizer,
             template=template,
-            history=history,
+            contexts=contexts,
             system_prompt=system_prompt,
             chat_template_kwargs=chat_template_kwargs,
             missing_thinking=missing_thinking,
@@ -252,6 +260,7 @@ class GEMEnv(Checked, EnvBase):
             max_model_len=max_model_len,
             max_output_tokens=max_output_tokens,
             max_turns=max_turns,
+            context_rule=context_rule,
             overflow=overflow,
             num_threads=num_threads,
             step_timeout=step_timeout,

@@ -250,7 +250,7 @@ class GameSlots(SlotMachine):
         reward of the game."""
         state = self._slots[slot]
         step = state.envs[state.task_spec.env_id].step("")
-        return Reply((), step, self._stop_reason(state, step, state.length))
+        return Reply((), step, self._stop_reason(state, step))
 
     def renew(self, slot: int) -> None:
         """Abandon all seats of a slot's game: its state is unknown."""

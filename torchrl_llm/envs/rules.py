@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchrl_llm.envs.contexts import Append
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.utils.fingerprint import fingerprint
 
 _LIMITS = ("max_turns", "max_model_len", "max_output_tokens", "overflow", "success_reward")
-_TEXT = ("template", "history", "system_prompt", "chat_template_kwargs", "missing_thinking", "template_date")
+_TEXT = ("template", "system_prompt", "chat_template_kwargs", "missing_thinking", "template_date")
 
 
 def rules_of(env: GEMEnv) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def rules_of(env: GEMEnv) -> dict[str, Any]:
         {'max_turns'}
     """
     formatter = env.formatter
+    rules = [formatter.rule, env.context_rule]
     chat_template = formatter.tokenizer.chat_template if formatter.template == "chat" else None
     return {
         "kind": f"{type(env).__module__}:{type(env).__qualname__}",
@@ -40,4 +42,7 @@ def rules_of(env: GEMEnv) -> dict[str, Any]:
         **{name: getattr(env, name) for name in _LIMITS},
         **{name: getattr(formatter, name) for name in _TEXT},
         "chat_template": chat_template,
+        # As the setting was named, and nothing more where contexts grow: results of before stay comparable.
+        "history": "append" if formatter.contexts == "append" else "refuse",
+        **({} if rules == [Append(), None] else {"contexts": [*map(fingerprint, rules)]}),
     }

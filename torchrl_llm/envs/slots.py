@@ -1,7 +1,8 @@
 """Episodes slot by slot: :class:`Slot`, :class:`Reply`, and :class:`SlotMachine`, which runs them.
 
-This module lets contexts grow and slide, ends episodes, counts and replaces environments that fail,
-and saves what runs. TensorDicts and specs are in :mod:`~torchrl_llm.envs.env`.
+This module runs and ends episodes, counts and replaces environments that fail, and saves what runs.
+What of an episode a turn sees is in :mod:`~torchrl_llm.envs.contexts`, TensorDicts and specs are in
+:mod:`~torchrl_llm.envs.env`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 
 from torchrl_llm.envs.chat import ChatFormatter
 from torchrl_llm.envs.columns import merged_columns
+from torchrl_llm.envs.contexts import Append, ContextRule, Slide, Span, num_tokens
 from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.isolation import Call, IsolatedEnv, Pool, kept_global_rng, revoke_global_rng
@@ -54,20 +56,25 @@ class Reply(NamedTuple):
     """The result of an environment's reset or step, in tokens.
 
     Attributes:
-        ids: what it adds to the context: of a reset, the whole first context; of a step, the
+        spans: what it adds to the episode: of a reset, the whole first context; of a step, the
             response and the feedback.
         step: what the environment returned; nothing at a reset.
         stop_reason: of the episode after it.
-        dropped: the oldest turns that leave the context, to make room; 0: the context grows. Also
-            at the end of an episode that was cut off.
+        context: the spans of the next context, which opens a new segment; ``None``: it grows by
+            ``spans``. Also at the end of an episode that was cut off.
         task: of a reset, the task.
     """
 
-    ids: Sequence[int]
+    spans: Sequence[Span]
     step: TextStep = NO_STEP
     stop_reason: StopReason = StopReason.RUNNING
-    dropped: int = 0
+    context: Sequence[Span] | None = None
     task: TaskIdentity = NO_TASK
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids of ``spans``."""
+        return _ids(self.spans)
 
 
 @dataclass
@@ -81,9 +88,9 @@ class Slot:
         task_id: of its :class:`~torchrl_llm.envs.tasks.TaskIdentity`.
         turn: finished turns.
         length: tokens of the context.
-        segment: how often the context was cut at its beginning.
-        pieces: what the context is made of: the first prompt, then each turn's response and
-            feedback, without dropped ones.
+        segment: how many contexts were none that extend the one before.
+        spans: the episode so far.
+        context: what of it the context is made of.
         stop_reason: why the episode ended, or that it runs.
         responses: the ids of the responses so far.
         steps: what the environment returned to each.
@@ -96,7 +103,8 @@ class Slot:
     turn: int = 0
     length: int = 0
     segment: int = 0
-    pieces: list[Sequence[int]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    context: list[Span] = field(default_factory=list)
     stop_reason: StopReason = StopReason.RUNNING
     responses: list[list[int]] = field(default_factory=list)
     steps: list[TextStep] = field(default_factory=list)
@@ -113,23 +121,6 @@ class Slot:
     @property
     def live(self) -> bool:
         return self.index is not None and not self.finished
-
-    def excess(self, size: int, room: int) -> int:
-        """How many of the oldest turns have to leave the context before a turn of ``size`` tokens;
-        0: nothing helps.
-
-        Args:
-            size: tokens of the turn.
-            room: tokens that a context may have beside the next response.
-        """
-        first, *turns = map(len, self.pieces)
-        room -= first
-        if size > room:
-            return 0
-        # Half of the room is kept, so that a full context is not cut at every turn: each cut is a
-        # new segment to train on.
-        kept = np.cumsum([size, *reversed(turns)]) <= max(size, room // 2)
-        return len(turns) + 1 - int(kept.sum())
 
 
 class SuccessRule:
@@ -197,8 +188,8 @@ class SlotMachine:
         formatter: writes contexts and reads responses.
         task_sampler: which task each index is.
         num_slots: N.
-        max_model_len, max_output_tokens, max_turns, overflow, num_threads, step_timeout: see
-            :class:`~torchrl_llm.envs.GEMEnv`.
+        max_model_len, max_output_tokens, max_turns, context_rule, overflow, num_threads,
+            step_timeout: see :class:`~torchrl_llm.envs.GEMEnv`.
         faults: counts failed episodes of :meth:`begin` and :meth:`step`; what runs single slots
             counts its own.
         success: decides which episodes are a success.
@@ -228,6 +219,7 @@ class SlotMachine:
     max_model_len: int
     max_output_tokens: int
     max_turns: int | None
+    context_rule: ContextRule | None
     overflow: Overflow
     num_threads: int
     step_timeout: float | None
@@ -244,6 +236,9 @@ class SlotMachine:
         self.columns = merged_columns((spec.name, spec.columns) for spec in self.mixture)
         # An evaluation replaces the sampler.
         self._stream, self._first_seed = self.task_sampler.stream, self.task_sampler.seed
+        slide = Slide() if self.overflow == "slide" else None
+        rules = (self.formatter.rule, self.context_rule, slide)
+        self._rules = [rule for rule in rules if rule is not None and type(rule) is not Append]
         self._slots = [Slot() for _ in range(self.num_slots)]
         self._firsts: tuple[Any, list[int]] = (None, [])
         self._pool: Pool | None = None
@@ -256,6 +251,11 @@ class SlotMachine:
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether there may be contexts that do not extend the one before."""
+        return bool(self._rules)
 
     @property
     def group_size(self) -> int:
@@ -292,15 +292,15 @@ class SlotMachine:
         task_spec = self.task_sampler[index]
         try:
             env = self._env(slot, task_spec)
-            context = self.formatter.start(env.reset(task_spec.seed))
+            context = self.formatter.first_spans(env.reset(task_spec.seed))
         except (EnvironmentUnavailableError, ConfigError):  # no task would have another one
             raise
         # an environment may call sys.exit(); Ctrl-C passes
         except (Exception, SystemExit) as error:
             raise self.fault(task_spec, -1, error) from error
-        if len(context) + self.max_output_tokens > self.max_model_len:
+        if (length := num_tokens(context)) + self.max_output_tokens > self.max_model_len:
             cause = ValueError(
-                f"the first prompt has {len(context)} tokens; with a response of max_output_tokens={self.max_output_tokens} it "
+                f"the first prompt has {length} tokens; with a response of max_output_tokens={self.max_output_tokens} it "
                 f"does not fit into max_model_len={self.max_model_len}. Raise max_model_len, lower max_output_tokens, or "
                 "shorten the system prompt"
             )
@@ -323,9 +323,9 @@ class SlotMachine:
     def start(self, slot: int, index: int, reply: Reply) -> None:
         """Start the episode of the task ``index`` in a slot, with what :meth:`open` returned."""
         envs, task_spec = self._slots[slot].envs, self.task_sampler[index]
-        self._slots[slot] = Slot(envs, index=index, task_spec=task_spec, task_id=reply.task.task_id, pieces=[reply.ids])
-        self.prompt[slot] = 0
-        self._append(slot, reply.ids)
+        self._slots[slot] = Slot(envs, index=index, task_spec=task_spec, task_id=reply.task.task_id)
+        self._slots[slot].spans += reply.spans
+        self._show(slot, reply.spans)
 
     def answer(self, slot: int, response: list[int]) -> Reply:
         """Send a response to a slot's environment; nothing but the environment changes until
@@ -338,46 +338,55 @@ class SlotMachine:
         """
         state = self._slots[slot]
         try:
-            step = state.envs[state.task_spec.env_id].step(self.formatter.decode(response))
-            ids = [*response, *self.formatter.feedback(response, step.message, role=step.role)]
+            said = self.formatter.decode(response)
+            step = state.envs[state.task_spec.env_id].step(said)
+            new = self.formatter.turn_spans(response, step.message, state.turn, role=step.role, said=said)
         except (Exception, SystemExit) as error:
             raise self.fault(state.task_spec, state.turn, error) from error
-        reason = self._stop_reason(state, step, state.length + len(ids))
-        reason, dropped = self._slide(state, len(ids), reason) if self.overflow == "slide" else (reason, 0)
-        return Reply(ids, step, reason, dropped)
+        return Reply(new, step, *self._next_context(state, new, self._stop_reason(state, step)))
 
-    def _slide(self, state: Slot, size: int, reason: StopReason) -> tuple[StopReason, int]:
-        """Why an episode ends that would end for ``reason``, and how many turns leave the context
-        for one of ``size`` tokens."""
+    def _next_context(
+        self, state: Slot, new: list[Span], reason: StopReason
+    ) -> tuple[StopReason, Sequence[Span] | None]:
+        """Why an episode ends that would end for ``reason`` behind its ``new`` spans, and its next
+        context; ``None``: it grows."""
+        if reason in TERMINATED:  # nothing reads what follows
+            return reason, None
         room = self.max_model_len - self.max_output_tokens
-        if reason == StopReason.CONTEXT and (dropped := state.excess(size, room)):
-            return StopReason.RUNNING, dropped
-        if reason in (StopReason.RUNNING, *TERMINATED) or state.length + size <= self.max_model_len:
-            return reason, 0
+        if not self._rules:
+            full = reason == StopReason.RUNNING and state.length + num_tokens(new) > room
+            return StopReason.CONTEXT if full else reason, None
+        spans = [*state.spans, *new]
+        context = self._selected(spans, room)
+        if num_tokens(context) > room and reason == StopReason.RUNNING:
+            reason = StopReason.CONTEXT
         # A critic values what would follow an episode that was cut off by its last context, which
         # has to hold all of the last feedback, if there is room at all.
-        return reason, state.excess(size, room) or state.excess(size, self.max_model_len)
+        if num_tokens(context) > self.max_model_len:
+            context = self._selected(spans, self.max_model_len)
+        return reason, None if context == state.context + new else context
+
+    def _selected(self, spans: Sequence[Span], room: int) -> Sequence[Span]:
+        for rule in self._rules:
+            spans = rule(spans, self.formatter, room)
+        return spans
 
     def advance(self, slot: int, response: list[int], reply: Reply) -> None:
-        """Add to a slot what :meth:`answer` returned; the last feedback of an episode is cut at
-        ``max_model_len``, if it does not slide."""
+        """Add to a slot what :meth:`answer` returned; the last context of an episode is cut at
+        ``max_model_len``."""
         state = self._slots[slot]
         state.responses.append(response)
         state.turn += 1
         state.steps.append(reply.step)
         state.stop_reason = reply.stop_reason
-        state.pieces.append(reply.ids)
+        state.spans += reply.spans
         if reply.stop_reason in TERMINATED:
             self.success.watch(state, reply)
-        if reply.dropped:
-            del state.pieces[1 : 1 + reply.dropped]
-            state.segment += 1
-            state.length = 0
-            self.prompt[slot] = 0
-            self._append(slot, [*chain.from_iterable(state.pieces)])
+        if reply.context is None:
+            self._append(slot, reply.spans)
         else:
-            # Cuts nothing while an episode runs: it ends where the next response would not fit.
-            self._append(slot, reply.ids[: self.max_model_len - state.length])
+            state.segment += 1
+            self._show(slot, reply.context)
 
     def first_of_each_task(self, count: int) -> list[int]:
         """Of the next ``count`` tasks, counted from 0, those that no earlier one shares a known
@@ -467,7 +476,8 @@ class SlotMachine:
             if isinstance(reply, EnvironmentFault):
                 # The response stays in the context: the policy sampled it, whatever became of the
                 # environment.
-                reply = Reply(responses[i], stop_reason=self._contain(i, reply))
+                said = Span(responses[i], self._slots[i].turn, "answer")
+                reply = Reply([said], stop_reason=self._contain(i, reply))
             elif reply.stop_reason != StopReason.RUNNING:
                 self.faults.recent.clear()
             self.advance(i, responses[i], reply)
@@ -513,12 +523,21 @@ class SlotMachine:
             self.faults.warn(fault, "Its episode ends here.")
         return fault.stop_reason
 
-    def _append(self, slot: int, ids: Sequence[int]) -> None:
+    def _show(self, slot: int, context: Sequence[Span]) -> None:
+        self._slots[slot].context, self._slots[slot].length = [], 0
+        self.prompt[slot] = 0
+        self._append(slot, context)
+
+    def _append(self, slot: int, spans: Sequence[Span]) -> None:
+        # Cuts nothing while an episode runs: it ends where the next response would not fit.
         length = self._slots[slot].length
+        ids = _ids(spans)[: self.max_model_len - length]
         self.prompt.numpy()[slot, length : length + len(ids)] = ids
         self._slots[slot].length += len(ids)
+        self._slots[slot].context += spans
 
-    def _stop_reason(self, state: Slot, step: TextStep, length: int) -> StopReason:
+    def _stop_reason(self, state: Slot, step: TextStep) -> StopReason:
+        """Why the episode ends with a step, if not for its context."""
         # The environment's own end before our budgets: an episode that ends with its last turn was
         # not cut.
         if step.terminated:
@@ -531,8 +550,6 @@ class SlotMachine:
             return StopReason.ENV_TRUNCATED
         if state.turn + 1 == self.max_turns:
             return StopReason.MAX_TURNS
-        if length + self.max_output_tokens > self.max_model_len:
-            return StopReason.CONTEXT
         return StopReason.RUNNING
 
     # ---------------------------------------- state
@@ -605,3 +622,7 @@ class SlotMachine:
             for thread in self._pool.close(_CLOSE_TIMEOUT):
                 # Otherwise every other environment of the process would wait for it.
                 revoke_global_rng(thread)
+
+
+def _ids(spans: Sequence[Span]) -> list[int]:
+    return [*chain.from_iterable(span.ids for span in spans)]

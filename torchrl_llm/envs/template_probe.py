@@ -12,7 +12,7 @@ it can find again, and reads the template's own text off between them:
   source (:func:`marker_pairs`).
 - *Texts* of the template at which it may cut answers, such as "Answer:": all that its expressions
   hold.
-- *Whether it appends*: an answer is written in the form in which the template itself writes it as
+- *Whether it rewrites*: an answer is written in the form in which the template itself writes it as
   the last message (with the thought that the prompt opened, if any), plain, with a thought within
   each pair, and with thoughts around each text. Then messages are added, and the answer must stay
   as it is. The thought of the prompt is part of the message's content, or in a field of its own if
@@ -32,7 +32,10 @@ from torchrl_llm.envs.template_properties import Frame, TemplateProperties
 from torchrl_llm.rendering import ChatTemplateError, Message, Renderer, text_constants
 from torchrl_llm.stops import answer_end, token_pattern
 
-History = Literal["refuse", "append"]
+Contexts = Literal["auto", "append", "template"]
+"""How earlier turns look to later ones: as the template shows them, or as they were ("append");
+"auto" is "template" where the template can be followed, and where it only appends both are the
+same."""
 
 # the fewest with two messages between the first and the last, which must be rendered alike
 _TURNS = 4
@@ -48,17 +51,17 @@ class NotAppendOnlyError(ChatTemplateError):
     """The chat template rewrites messages that were already rendered."""
 
 
-def probe_template(render: Renderer, control: Collection[str], history: History = "refuse") -> TemplateProperties:
+def probe_template(render: Renderer, control: Collection[str], *, appends: bool = False) -> TemplateProperties:
     """Find out what a chat template does.
 
     Args:
         render: the template.
         control: the tokenizer's control tokens.
-        history: ``"append"`` accepts a template that rewrites what it rendered before.
+        appends: whether contexts only grow, whatever the template does to earlier answers.
 
     Raises:
-        NotAppendOnlyError: the template changes what it rendered before, and ``history="refuse"``;
-            or the text that it puts around a message depends on the message or its place.
+        NotAppendOnlyError: the text that the template puts around a message depends on the message
+            or its place.
         ChatTemplateError: the template refuses a conversation, or an answer is more than one
             message to it.
 
@@ -68,7 +71,24 @@ def probe_template(render: Renderer, control: Collection[str], history: History 
         >>> found.frames["user"].before, found.frames["user"].end
         ('<|im_end|>\\n<|im_start|>user\\n', '<|im_end|>')
     """
-    return _Probe(render, control, history).properties()
+    return _Probe(render, control).properties(appends)
+
+
+def not_append_only(render: Renderer, reason: str, *, keep: bool = False) -> NotAppendOnlyError:
+    """The error for a template that cannot be followed.
+
+    Args:
+        render: the template.
+        reason: what it does.
+        keep: whether contexts can be kept as they were sampled all the same.
+    """
+    way_out = 'keep what was sampled all the same (contexts="append"), ' if keep else ""
+    return NotAppendOnlyError(
+        f"The chat template of the tokenizer {render.tokenizer.name_or_path!r} is not append-only: {reason}. What it shows of "
+        f"earlier turns cannot be made of sampled ids. Either {way_out}give the tokenizer a template that keeps every message "
+        "(tokenizer.chat_template, in a run the setting chat_template; for example torchrl_llm.envs.CHATML), or pass "
+        'template="raw".'
+    )
 
 
 def marker_pairs(source: str, control: Collection[str]) -> list[Pair]:
@@ -130,8 +150,8 @@ class _Said(NamedTuple):
 
 
 class _Probe:
-    def __init__(self, render: Renderer, control: Collection[str], history: History) -> None:
-        self.render, self.control, self.history = render, control, history
+    def __init__(self, render: Renderer, control: Collection[str]) -> None:
+        self.render, self.control = render, control
         self.tokens = token_pattern(control)
         self._followed = render([_QUESTION, _ANSWER, _REPLY])
         self._prompt = render([_QUESTION])
@@ -151,15 +171,12 @@ class _Probe:
         self._closes = None if opened is None else opened[1]
         self._last = render([_QUESTION, _ANSWER], prompt=False)  # ends with an answer
 
-    def properties(self) -> TemplateProperties:
+    def properties(self, appends: bool) -> TemplateProperties:
         self._check_one_message()
         field, rewrites = self._thinking_field("user")
-        if rewrites is not None and self.history == "refuse":
-            raise self._not_append_only(rewrites)
         first, user = self._frames("user")
-        if self.history == "refuse" and (cuts := self._cuts(field)):
-            raise self._not_append_only(cuts)
-        tool = self._tool_frame()
+        rewrites = rewrites or (None if appends else self._cuts(field))
+        tool = self._tool_frame(appends or rewrites is not None)
         return TemplateProperties(
             first,
             {"user": user, "tool": tool or user},
@@ -169,10 +186,13 @@ class _Probe:
             pairs=tuple(self._pairs),
             thinks=self._thinks(),
             thinking_field=field,
+            thinking_fields=tuple(self._fields),
             trims_answers=self._trims_answers(),
             tail=self._last.rpartition(_answered(0))[2],
             has_tool_role=tool is not None,
             shows_date=self.render.shows_date(),
+            rewrites=rewrites,
+            texts=tuple(self._texts()),
         )
 
     # ---------------------------------------- around an answer
@@ -332,14 +352,15 @@ class _Probe:
 
     # ---------------------------------------- frames
 
-    def _tool_frame(self) -> Frame | None:
-        """The frame of tool output; ``None``: the template has no such role.
+    def _tool_frame(self, appends: bool) -> Frame | None:
+        """The frame of tool output; ``None``: the template has no such role, or rewrites answers
+        before it, and not before other messages, unless contexts only grow.
 
         A template that writes all roles it does not know as another one makes a system message, or
         an answer, of tool output.
         """
         try:
-            if self.history == "refuse" and self._thinking_field("tool")[1] is not None:
+            if not appends and self._thinking_field("tool")[1] is not None:
                 return None
             tool = self._frames("tool")[1]
         except ChatTemplateError:
@@ -362,8 +383,8 @@ class _Probe:
         # The closing user message of a tool probe has a frame of its own.
         first, *later, _ = frames
         if len({*later}) > 1:
-            raise self._not_append_only(
-                f"it renders {later[0].before!r} before one message, {later[-1].before!r} before another"
+            raise not_append_only(
+                self.render, f"it renders {later[0].before!r} before one message, {later[-1].before!r} before another"
             )
         return first, later[0]._replace(end=self._end(role, later[0]))
 
@@ -381,9 +402,9 @@ class _Probe:
         _, answered, before = before.rpartition(answer) if answer else ("", "-", before)
         padded = before.endswith(" \n"), after.startswith("\n ")
         if not answered:
-            raise self._not_append_only(f"it leaves out the answer before the message {question!r}")
+            raise not_append_only(self.render, f"it leaves out the answer before the message {question!r}")
         if not found or padded[0] != padded[1]:
-            raise self._not_append_only(f"it does not render the message {question!r} as it is")
+            raise not_append_only(self.render, f"it does not render the message {question!r} as it is")
         return Frame(before[:-2], after[2:]) if padded[0] else Frame(before, after, trims=True)
 
     def _end(self, role: str, frame: Frame) -> str | None:
@@ -392,14 +413,5 @@ class _Probe:
         followed = self.render([_QUESTION, _ANSWER, Message(role, _asked(1))])
         end = answer_end(self.control, self._last, followed, _answered(0), _asked(1))
         if end is not None and end not in self.tokens.findall(frame.before):
-            raise self._not_append_only(f"it writes {end!r} after the last assistant message only")
+            raise not_append_only(self.render, f"it writes {end!r} after the last assistant message only")
         return end
-
-    def _not_append_only(self, reason: str) -> NotAppendOnlyError:
-        keep = 'keep what was sampled all the same (history="append"), ' if self.history == "refuse" else ""
-        return NotAppendOnlyError(
-            f"The chat template of the tokenizer {self.render.tokenizer.name_or_path!r} is not append-only: {reason}. Templates "
-            f"that drop thinking or rewrite history cannot hold sampled ids. Either {keep}give the tokenizer a template that keeps "
-            "every message (tokenizer.chat_template, in a run the setting chat_template; for example torchrl_llm.envs.CHATML), or "
-            'pass template="raw".'
-        )

@@ -50,10 +50,13 @@ class TemplateProperties:
             ``("<think>", "</think>")``.
         thinking_field: the field of a message that holds its thinking, such as
             ``reasoning_content``; ``None``: the content does.
+        thinking_fields: all whose thinking it shows in the last answer.
         trims_answers: whether the template strips the white space around an answer.
         tail: what the template writes behind the last answer.
         has_tool_role: whether it has a frame of its own for the output of tools.
         shows_date: whether it shows today's date.
+        rewrites: what it does to earlier answers once messages are added; ``None``: nothing.
+        texts: those that its expressions hold, at which it may cut answers.
     """
 
     first: Frame
@@ -64,7 +67,14 @@ class TemplateProperties:
     pairs: tuple[Pair, ...] = ()
     thinks: Pair = THINKING
     thinking_field: str | None = None
+    thinking_fields: tuple[str, ...] = ()
     trims_answers: bool = False
     tail: str = ""
     has_tool_role: bool = False
     shows_date: bool = False
+    rewrites: str | None = None
+    texts: tuple[str, ...] = ()
+
+    def role(self, role: Role) -> Role:
+        """The role under which a message is rendered."""
+        return role if self.has_tool_role else "user"

@@ -85,6 +85,7 @@ def settings_of_now(saved: Mapping[str, Any]) -> dict[str, Any]:
         >>> settings["scale"], settings["baseline"], "critic_coeff" in settings
         ('none', 'mean', False)
     """
+    saved = {RENAMED.get(name, (name, ""))[0]: value for name, value in saved.items()}
     kinds = alternatives_of(RunSettings, saved)
     of_loss, options = saved.keys() & settings_in(RunSettings, "loss").keys(), options_of(kinds["loss"])
     # 0.3 has no options of others, and None where it is a value.
@@ -104,7 +105,8 @@ def settings_of_now(saved: Mapping[str, Any]) -> dict[str, Any]:
 def _left_out(values: Mapping[str, Any]) -> set[str]:
     """What had no effect in settings of 0.2: options of other algorithms, ``None`` for a default of
     the algorithm, and defaults of other policies and collectors."""
-    found = set()
+    # What history="refuse" refused, contexts="auto" follows.
+    found = {name for name in ("contexts",) if values.get(name) == "refuse"}
     for section, kind in alternatives_of(RunSettings, values).items():
         options, harmless = settings_in(RunSettings, section), harmless_in(RunSettings, section)
         for name in values.keys() & options.keys():

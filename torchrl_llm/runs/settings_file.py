@@ -23,6 +23,7 @@ RENAMED = {
     "adaptive_tasks": ("adaptive_mixture", "0.2.0"),
     "keep_discount": ("discounted_objective", "0.2.0"),
     "alone": ("fallback", "0.3.0"),
+    "history": ("contexts", "0.3.0"),
 }
 """Old name of a setting -> its name now, and since which version, where the nearest name is
 another."""

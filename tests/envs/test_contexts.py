@@ -1,0 +1,336 @@
+"""What a turn sees of its episode: the template's own rendering, made of the ids that were sampled,
+or what another rule selects."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_template_probe import DROPS_CHANNEL, OPENS, tokenizer_with
+from test_templates import STYLES as FAMILIES
+from test_templates import make_tokenizer
+
+from torchrl_llm import keys
+from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
+from torchrl_llm.data import turns_to_rows
+from torchrl_llm.envs import (
+    CHATML,
+    Append,
+    AsTemplate,
+    ChatFormatter,
+    GEMEnv,
+    KeepLast,
+    NotAppendOnlyError,
+    PromptFormatter,
+    Slide,
+    Span,
+)
+from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer
+from torchrl_llm.rendering import Message, Renderer
+from torchrl_llm.testing.policies import ScriptedPolicy
+from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
+
+# Thinking stays up to the next message of a user, and through the output of tools (Qwen3's rule).
+KEPT_FOR_TOOLS = """{% set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- set answer = m.content.split('</think>')[-1].lstrip('\\n') if m.role == 'assistant' and loop.index0 < ns.last else m.content %}
+{{- '<|im_start|>' + m.role + '\\n' + answer + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+# What stands in the place of a thought (Nemotron's way).
+MARKED = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' and not loop.last %}{{ '<think></think>' + m.content.split('</think>')[-1].strip() }}
+{%- else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
+
+THINKS, CHANNEL = ("<think>", "</think>"), ("<|channel>", "<channel|>")
+TEMPLATES = {
+    "drops": (
+        CHATML.replace("message['content']", "message['content'].split('</think>')[-1].lstrip('\n')"),
+        THINKS,
+        {},
+    ),
+    "through tools": (KEPT_FOR_TOOLS, THINKS, {}),
+    "marked": (MARKED, THINKS, {}),
+    "opens": (OPENS, THINKS, {}),
+    "an empty thought": (OPENS, THINKS, {"brief": True}),
+    "channel": (DROPS_CHANNEL, CHANNEL, {}),
+}
+
+
+def make_formatter(name, *, special=False, **options):
+    template, pair, kwargs = TEMPLATES[name]
+    return ChatFormatter(tokenizer_with(template, *pair, special=special), chat_template_kwargs=kwargs, **options)
+
+
+def shown(formatter, spans, rule=None, room=10**6):
+    return [i for span in (rule or formatter.rule)(spans, formatter, room) for i in span.ids]
+
+
+@pytest.fixture(params=[*TEMPLATES, "qwen3"], scope="module")
+def formatter(request):
+    if request.param == "qwen3":
+        return ChatFormatter(make_tokenizer(FAMILIES["qwen3"]))
+    return make_formatter(request.param)
+
+
+class TestAsTemplate:
+    @settings(max_examples=30, deadline=None)
+    @given(draw=st.randoms(use_true_random=False), turns=st.integers(1, 6))
+    def test_contexts_are_the_templates_own_rendering(self, formatter, draw, turns):
+        """For any roles, and with thoughts anywhere."""
+        found, tokenizer = formatter.properties, formatter.tokenizer
+        assert isinstance(formatter.rule, AsTemplate)
+        render = Renderer(tokenizer, chat_template_kwargs=formatter.chat_template_kwargs)
+        spans, messages = formatter.first_spans("Begin."), [Message("user", "Begin.")]
+        for turn in range(turns):
+            role = draw.choice(["user", "tool"])
+            thinks = not found.opens if found.closes is None else True
+            text, thought = f"It is {draw.randint(0, 99)},\n\nor not.", "hm?" * (thinks and draw.random() < 0.7)
+            thought = thought or "Well." * (found.closes is not None)
+            opening, closing = found.thinks
+            whole = f"{opening}\n{thought}\n{closing}\n\n{text}" if thought else text
+            in_field = {found.thinking_field: thought} if found.thinking_field and thought else {}
+            messages += [Message("assistant", text if in_field else whole, in_field)]
+            messages += [Message(found.role(role), f"Go on {turn}.")]
+            spans += formatter.turn_spans(formatter.answer(whole, role=role), f"Go on {turn}.", turn, role=role)
+            expected = tokenizer.encode(render(messages), add_special_tokens=False)
+            assert tokenizer.decode(shown(formatter, spans)) == tokenizer.decode(expected)
+
+    def test_ids_stay_as_they_were_sampled(self):
+        """In whatever pieces a policy has said something."""
+        formatter = make_formatter("drops")
+        encode, (opening, closing) = formatter.tokenizer.encode, THINKS
+        answer = [i for letter in "\n\nIt is 5." for i in encode(letter)]
+        response = [*encode(opening), *encode("hm"), *encode(closing), *answer, *formatter.end_of_turn_ids[:1]]
+        spans = formatter.first_spans("q") + formatter.turn_spans(response, "Go on.", 0)
+        ids = shown(formatter, spans)
+        assert formatter.tokenizer.decode(ids).count("hm") == 0
+        rest = [*answer[2:], *formatter.end_of_turn_ids[:1]]
+        assert any(ids[i : i + len(rest)] == rest for i in range(len(ids)))
+
+    @pytest.mark.parametrize("special", [False, True])
+    @pytest.mark.parametrize("ended", [False, True])
+    def test_a_thought_that_is_not_closed_is_dropped_whole(self, special, ended):
+        formatter = make_formatter("opens", special=special)
+        response = [*formatter.tokenizer.encode("5 or"), *formatter.end_of_turn_ids[: int(ended)]]
+        spans = formatter.first_spans("q") + formatter.turn_spans(response, "Go on.", 0)
+        text = formatter.tokenizer.decode(shown(formatter, spans))
+        assert text == (
+            "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n"
+        )
+
+    def test_it_says_so(self, caplog):
+        with caplog.at_level(logging.INFO):
+            make_formatter("drops")
+        (record,) = [each for each in caplog.records if "Contexts are what the chat template shows" in each.message]
+        assert "it drops thinking from earlier answers" in record.message
+
+    def test_where_nothing_is_dropped_contexts_grow(self):
+        assert isinstance(ChatFormatter(tokenizer_with(CHATML), contexts="template").rule, Append)
+        assert isinstance(make_formatter("drops", contexts="append").rule, Append)
+
+    def test_what_it_cannot_follow_is_refused(self):
+        """A template that changes what stays, or leaves out more."""
+        for content in ("split('</think>')[-1] | replace('maybe', '')", "split('</think>')[-1].split('Answer:')[-1]"):
+            said = f"{{% if message.role == 'assistant' %}}{{{{ message.content.{content} }}}}{{% else %}}{{{{ message.content }}}}{{% endif %}}"
+            template = CHATML.replace("{{ message['content'] }}", said)
+            with pytest.raises(NotAppendOnlyError, match='contexts="append"'):
+                ChatFormatter(tokenizer_with(template, *THINKS, special=False))
+
+    def test_a_copy_goes_on(self):
+        formatter = make_formatter("drops")
+        spans = formatter.first_spans("q") + formatter.turn_spans(
+            formatter.answer("<think>\nhm\n</think>\n\n5"), "r", 0
+        )
+        assert shown(pickle.loads(pickle.dumps(formatter)), spans) == shown(formatter, spans)
+
+    def test_worked_examples_are_shown_so_too(self):
+        template, pair, _ = TEMPLATES["drops"]
+        example = [("user", "1 + 1"), ("assistant", "<think>\nhm\n</think>\n\n2"), ("user", "{question}")]
+        formatter = PromptFormatter(
+            tokenizer_with(template, *pair, special=False),
+            conversation_template=[{"role": role, "content": content} for role, content in example],
+        )
+        text = formatter.tokenizer.decode(formatter.start("2 + 2"))
+        assert "hm" not in text and "assistant\n2<|im_end|>" in text
+
+
+# ---------------------------------------- other rules
+
+
+def spans_of(sizes, first=4):
+    spans = [Span([0] * first, -1, "message")]
+    for turn, size in enumerate(sizes):
+        spans += [Span([1], turn, "answer"), Span([2] * (size - 1), turn, "message")]
+    return spans
+
+
+class TestRules:
+    @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12), turns=st.integers(1, 5))
+    def test_the_last_turns(self, sizes, turns):
+        kept = KeepLast(turns)(spans_of(sizes), None, 10**6)
+        assert [span.turn for span in kept if span.kind == "answer"] == [*range(len(sizes))][-turns:]
+        assert kept[0].turn == -1
+
+    def test_at_least_one(self):
+        with pytest.raises(ValueError, match="turns is 0; expected at least 1"):
+            KeepLast(0)
+
+    @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12), room=st.integers(14, 30))
+    def test_a_window_slides_only_where_it_is_full(self, sizes, room):
+        """What a turn sees grows, or was cut to half of the room, and never has more than fits."""
+        before = None
+        for count in range(1, len(sizes) + 1):
+            seen = Slide()(spans_of(sizes[:count]), None, room)
+            size = sum(len(span.ids) for span in seen)
+            assert size <= room
+            if before is not None and seen[: len(before)] != before:
+                assert size <= 4 + max(sizes[count - 1], (room - 4) // 2)
+                assert sum(len(span.ids) for span in before) + sizes[count - 1] > room
+            before = seen
+
+
+# ---------------------------------------- in an environment
+
+
+class Thinker:
+    """Speaks for some turns, now and then as a tool; reward 1 for the last."""
+
+    def __init__(self, turns=5):
+        self.turns = turns
+
+    def reset(self, seed=None):
+        self.draw, self.turn = random.Random(seed), 0
+        return "Speak.", {}
+
+    def step(self, action):
+        self.turn += 1
+        self.heard = action
+        last = self.turn == self.turns
+        return "x" * self.draw.randint(1, 9), float(last), last, False, {"use_tool": self.draw.random() < 0.3}
+
+
+def thinks(episode, turn, context):
+    draw = random.Random(f"{episode} {turn}")
+    thought = f"<think>\n{'h' * draw.randint(1, 9)}\n</think>\n\n" * (draw.random() < 0.8)
+    return thought + "a" * draw.randint(1, 9)
+
+
+def thinking_tokenizer():
+    tokenizer = load_tiny_tokenizer()
+    tokenizer.chat_template = KEPT_FOR_TOOLS
+    return tokenizer
+
+
+def make_env(env=Thinker, tokenizer=None, **options):
+    tokenizer = tokenizer or thinking_tokenizer()
+    return GEMEnv(env, tokenizer=tokenizer, **{"num_envs": 4, "max_model_len": 512, "max_output_tokens": 40} | options)
+
+
+class Watching(ScriptedPolicy):
+    """Remembers what it was shown."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.shown = {}
+
+    def generate(self, prompts, *args, **kwargs):
+        return super().generate(prompts, *args, **kwargs)
+
+
+def scripted(tokenizer):
+    return ScriptedPolicy(thinks, tokenizer=tokenizer, max_output_tokens=40)
+
+
+def segments_of(row):
+    """The tokens of each segment of a row, with the turn ids in it."""
+    mask = row[keys.ATTENTION_MASK].tolist()
+    found, start = [], None
+    for i, valid in enumerate([*mask, False]):
+        if valid and start is None:
+            start = i
+        if not valid and start is not None:
+            found.append((row[keys.TOKENS][start:i].tolist(), row[keys.TURN_IDS][start:i].tolist()))
+            start = None
+    return found
+
+
+class TestEnvironment:
+    @pytest.mark.parametrize(
+        "options", [{}, {"context_rule": KeepLast(2)}, {"overflow": "slide", "max_model_len": 150}]
+    )
+    def test_a_row_holds_what_each_turn_saw(self, options):
+        tokenizer = thinking_tokenizer()
+        env = make_env(tokenizer=tokenizer, on_done="idle", **options)
+        batch = env.rollout(9, scripted(tokenizer), break_when_any_done=False)
+        assert int(batch[keys.SEGMENT].max()) > 1
+        for i, row in enumerate(turns_to_rows(batch)):
+            segments = segments_of(row)
+            for turn in range(int((batch[keys.PROMPT_LENGTH][i] > 0).sum())):
+                step = batch[i, turn]
+                prompt = step[keys.PROMPT][: int(step[keys.PROMPT_LENGTH])].tolist()
+                response = step[keys.RESPONSE][step[keys.RESPONSE_MASK]].tolist()
+                tokens, turn_ids = segments[int(step[keys.SEGMENT])]
+                start = turn_ids.index(turn)
+                assert tokens[:start] == prompt
+                assert tokens[start : start + len(response)] == response
+                assert turn_ids.count(turn) == len(response)
+
+    @pytest.mark.parametrize("options", [{}, {"max_turns": 3}, {"context_rule": KeepLast(1)}])
+    def test_all_collectors_deliver_the_same(self, options):
+        tokenizer = thinking_tokenizer()
+        batches = []
+        for collector, more in (
+            (TurnCollector, {}),
+            (AsyncTurnCollector, {}),
+            (AsyncTurnCollector, {"num_threads": 2}),
+        ):
+            env = make_env(tokenizer=tokenizer, **options)
+            (batch,) = collector(env, scripted(tokenizer), batch_size=8, total_batches=1, **more)
+            batches.append(batch)
+        assert all((batches[0] == batch).all() for batch in batches[1:])
+
+    def test_a_running_episode_is_restored(self):
+        tokenizer = thinking_tokenizer()
+        env = make_env(tokenizer=tokenizer)
+        env.rollout(3, scripted(tokenizer), break_when_any_done=False)
+        again = make_env(tokenizer=tokenizer)
+        again.load_state_dict(env.state_dict())
+        assert int(env.observe()[keys.SEGMENT].max()) > 0
+        assert (again.observe() == env.observe()).all()
+
+    def test_a_rule_of_ones_own(self):
+        def without_tools(spans, formatter, room):
+            return [span for span in spans if span.kind != "message" or span.role == "user"]
+
+        tokenizer = thinking_tokenizer()
+        env = make_env(tokenizer=tokenizer, context_rule=without_tools)
+        batch = env.rollout(4, scripted(tokenizer), break_when_any_done=False)
+        last = batch[:, -1]
+        texts = [
+            tokenizer.decode(prompt[:length])
+            for prompt, length in zip(last[keys.PROMPT], last[keys.PROMPT_LENGTH].flatten(), strict=True)
+        ]
+        assert not any("tool" in text for text in texts)
+
+    def test_contexts_that_grow_have_no_segments(self):
+        env = make_env(contexts="append")
+        assert keys.SEGMENT not in env.observation_spec.keys(True, True)
+        assert keys.SEGMENT in make_env().observation_spec.keys(True, True)
+
+    def test_the_scorer_agrees_with_the_sampler(self):
+        tokenizer, sampling = thinking_tokenizer(), SamplingConfig(max_output_tokens=12)
+        model = load_tiny_model()
+        env = make_env(tokenizer=tokenizer, context_rule=KeepLast(2), max_output_tokens=12)
+        (rows,) = TurnCollector(env, HFPolicy(model, tokenizer, sampling), batch_size=8, total_batches=1)
+        assert any(len(segments_of(row)) > 2 for row in rows)
+        scores = TokenScorer(model, sampling)(rows)[keys.LOG_PROB].detach()
+        torch.testing.assert_close(scores, rows[keys.SAMPLE_LOG_PROB], rtol=0, atol=1e-5)

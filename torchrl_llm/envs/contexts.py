@@ -1,0 +1,170 @@
+"""What of an episode each turn sees: :class:`ContextRule`, and the rules that there are.
+
+An episode is a list of :class:`Span`: messages, what the prompt opens for the assistant, thinking
+and answers, each with ids that were sampled or rendered once and are never tokenized again. A rule
+selects from the spans so far those that the next turn sees. A context that does not extend the last
+one opens a new segment of the same episode (:mod:`torchrl_llm.modules.segments`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, NamedTuple, Protocol
+
+from torchrl_llm.rendering import Role
+
+
+class Span(NamedTuple):
+    """A part of an episode.
+
+    Attributes:
+        ids: its tokens.
+        turn: the turn of a response, of what the prompt opens for it, and of the message that
+            follows it; -1: the first message.
+        kind: a message of the environment; what the prompt opens for the assistant, such as
+            ``<think>``; or of a response, its thinking up to the answer, or the rest.
+        role: of a message.
+    """
+
+    ids: Sequence[int]
+    turn: int
+    kind: Literal["message", "opening", "thinking", "answer"]
+    role: Role = "user"
+
+
+class ShowsAnswers(Protocol):
+    """What rules ask of a :class:`~torchrl_llm.envs.ChatFormatter`."""
+
+    def written_before(self, roles: tuple[Role, ...], thinking: tuple[bool, ...]) -> Sequence[Sequence[int] | None]:
+        """The ids that the template writes before each answer of a conversation, in the place of
+        what the prompt opened and of its thought; ``None``: these stand there.
+
+        Args:
+            roles: of the messages, one more than there are answers.
+            thinking: whether each answer has a thought.
+        """
+        ...
+
+
+class ContextRule(Protocol):
+    """Which spans of an episode its next turn sees: a function of the spans, so that an episode can
+    be replayed."""
+
+    def __call__(self, spans: Sequence[Span], formatter: ShowsAnswers, room: int) -> Sequence[Span]:
+        """The spans of the next context.
+
+        Args:
+            spans: all so far, or what an earlier rule left of them: the first message, then each
+                response and the message that follows it; before each response, and at the end, what
+                the prompt opens for it, if that is anything.
+            formatter: of the environment.
+            room: the most tokens that the context may have; where it has more, the episode ends.
+        """
+        ...
+
+
+def num_tokens(spans: Sequence[Span]) -> int:
+    """The tokens of a context."""
+    return sum(len(span.ids) for span in spans)
+
+
+@dataclass(frozen=True)
+class Append:
+    """Every context is the last one, the response, and the message that follows it."""
+
+    def __call__(self, spans: Sequence[Span], formatter: ShowsAnswers, room: int) -> Sequence[Span]:
+        return spans
+
+
+@dataclass(frozen=True)
+class AsTemplate(Append):
+    """Every context is what the chat template shows of the conversation. Most templates of models
+    that think leave the thinking of earlier answers out.
+
+    The template says of which answers (some keep it up to the next message of a user, across the
+    output of tools), and what it writes in the place of a thought. All other ids stay as they are.
+    """
+
+    def __call__(self, spans: Sequence[Span], formatter: ShowsAnswers, room: int) -> Sequence[Span]:
+        turns = [span.turn for span in spans if span.kind == "answer"]
+        roles = tuple(span.role for span in spans if span.kind == "message")
+        thinking = {span.turn for span in spans if span.kind == "thinking"}
+        written = formatter.written_before(roles, tuple(turn in thinking for turn in turns))
+        instead = {turn: ids for turn, ids in zip(turns, written, strict=True) if ids is not None}
+        shown = []
+        for span in spans:
+            if span.turn not in instead or span.kind == "message":
+                shown.append(span)
+            elif span.kind == "answer":
+                ids = instead[span.turn]
+                shown += [Span(ids, span.turn, "opening"), span] if ids else [span]
+        return shown
+
+
+@dataclass(frozen=True)
+class KeepLast(Append):
+    """The first message and the last turns.
+
+    Attributes:
+        turns: how many, >= 1.
+
+    Raises:
+        ValueError: ``turns`` is less.
+
+    Examples:
+        >>> said = [Span([1, 2], -1, "message")]
+        >>> for turn in range(3):
+        ...     said += [Span([3], turn, "answer"), Span([4, 5], turn, "message")]
+        >>> [span.turn for span in KeepLast(1)(said, None, room=100)]
+        [-1, 2, 2]
+    """
+
+    turns: int
+
+    def __post_init__(self) -> None:
+        if self.turns < 1:
+            raise ValueError(f"KeepLast: turns is {self.turns!r}; expected at least 1.")
+
+    def __call__(self, spans: Sequence[Span], formatter: ShowsAnswers, room: int) -> Sequence[Span]:
+        return _since(spans, _last_turn(spans) + 1 - self.turns)
+
+
+@dataclass(frozen=True)
+class Slide(Append):
+    """Where a context is full, its oldest turns leave it: all but the first message, and as much as
+    fills half of the room behind it, so that not every turn cuts it.
+
+    Examples:
+        >>> said = [Span([1, 2], -1, "message")]
+        >>> for turn in range(3):
+        ...     said += [Span([3], turn, "answer"), Span([4, 5], turn, "message")]
+        >>> [span.turn for span in Slide()(said, None, room=10)]
+        [-1, 2, 2]
+    """
+
+    def __call__(self, spans: Sequence[Span], formatter: ShowsAnswers, room: int) -> Sequence[Span]:
+        last = _last_turn(spans)
+        sizes = [0] * (last + 2)
+        for span in spans:
+            # What the prompt opens for the next response is there in any case.
+            sizes[span.turn if span.turn <= last else -1] += len(span.ids)
+        room -= sizes.pop()
+        ends = [0, *accumulate(sizes)]
+        first = 0
+        for turn, size in enumerate(sizes):  # as the contexts of the earlier turns were cut
+            if ends[turn + 1] - ends[first] > room >= size:
+                kept = max(size, room // 2)
+                first = next(i for i in range(first, turn + 1) if ends[turn + 1] - ends[i] <= kept)
+        return _since(spans, first)
+
+
+def _last_turn(spans: Sequence[Span]) -> int:
+    """The turn of the last message."""
+    return next(span.turn for span in reversed(spans) if span.kind == "message")
+
+
+def _since(spans: Sequence[Span], turn: int) -> Sequence[Span]:
+    """The first message, and what is of ``turn`` or later."""
+    return [span for span in spans if span.turn < 0 or span.turn >= turn] if turn > 0 else spans

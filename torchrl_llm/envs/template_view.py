@@ -1,0 +1,165 @@
+"""What a chat template shows of earlier answers: :class:`TemplateView`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torchrl_llm.envs.contexts import ContextRule, Span
+from torchrl_llm.envs.template_properties import TemplateProperties
+from torchrl_llm.rendering import ChatTemplateError, Message, Renderer, Role
+
+_MOST = 2**14  # conversations that are remembered
+
+
+class TemplateView:
+    """What a chat template writes before each earlier answer of a conversation, in the place of
+    what the prompt opened and what was thought there.
+
+    Found out by rendering a conversation of the same form, in which everything can be found again:
+    which answers keep their thought depends on the roles of the messages and on where thoughts are.
+
+    Args:
+        render: the template.
+        properties: what it does.
+
+    Raises:
+        ChatTemplateError: of a call, the template does something else to earlier answers.
+
+    Examples:
+        >>> from torchrl_llm.envs.template_probe import probe_template
+        >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
+        >>> template = byte_tokenizer().chat_template.replace("message['content']", "message['content'].split('</think>\\n\\n')[-1]")
+        >>> render = Renderer(byte_tokenizer(chat_template=template))
+        >>> view = TemplateView(render, probe_template(render, ()))
+        >>> view(("user", "user", "user"), (True, False))
+        ('', None)
+    """
+
+    def __init__(self, render: Renderer, properties: TemplateProperties) -> None:
+        self._render, self._properties = render, properties
+        self._known: dict[tuple[tuple[Role, ...], tuple[bool, ...]], tuple[str | None, ...]] = {}
+
+    def __call__(self, roles: tuple[Role, ...], thinking: tuple[bool, ...]) -> tuple[str | None, ...]:
+        """What stands before each answer of a conversation.
+
+        Args:
+            roles: of the messages, one more than there are answers.
+            thinking: whether each answer has a thought.
+
+        Returns:
+            For each answer the text; ``None``: what was there as it was given.
+        """
+        if (written := self._known.get((roles, thinking))) is None:
+            if len(self._known) == _MOST:
+                self._known.clear()
+            written = self._known[roles, thinking] = self._written(roles, thinking)
+        return written
+
+    def _written(self, roles: tuple[Role, ...], thinking: tuple[bool, ...]) -> tuple[str | None, ...]:
+        found = self._properties
+        messages = [Message(found.role(roles[0]), _asked(0))]
+        for i, thinks in enumerate(thinking):
+            answer = self.answer(_answered(i), _thought(i) if thinks else "")
+            messages += [answer, Message(found.role(roles[i + 1]), _asked(i + 1))]
+        _, _, text = self._render(messages).partition(_asked(0))
+        written: list[str | None] = []
+        for i, thinks in enumerate(thinking):
+            frame, follows = found.frames[roles[i]] if i else found.first, found.frames[roles[i + 1]]
+            opening, answered, text = text.partition(_answered(i))
+            closing, asked, text = text.partition(_asked(i + 1))
+            prompt = frame.after.removesuffix(found.opens)
+            if not (answered and asked and opening.startswith(prompt) and closing == follows.before):
+                raise ChatTemplateError(f"It writes {opening + answered + closing!r} of an earlier turn.")
+            shown = opening.removeprefix(prompt)
+            kept = _thought(i) in shown if thinks else shown == found.opens
+            written.append(None if kept else shown)
+        return tuple(written)
+
+    def answer(self, text: str, thought: str = "") -> Message:
+        """An answer as a message, with a thought or without."""
+        if (field := self._properties.thinking_field) is not None and thought:
+            return Message("assistant", text, {field: thought})
+        return Message("assistant", self.text(text, thought))
+
+    def text(self, text: str, thought: str = "") -> str:
+        """An answer as text, with a thought or without."""
+        opening, closing = self._properties.thinks
+        return f"{opening}\n{thought}\n{closing}\n\n{text}" if thought else text
+
+
+def _asked(i: int) -> str:
+    return f"[q{i}]"
+
+
+def _answered(i: int) -> str:
+    return f"[a{i}]"
+
+
+def _thought(i: int) -> str:
+    return f"[t{i}]"
+
+
+class Formats(Protocol):
+    """What a trial asks of a :class:`~torchrl_llm.envs.ChatFormatter`."""
+
+    tokenizer: Any
+    properties: TemplateProperties
+    rule: ContextRule
+    stop_ids: tuple[int, ...]
+
+    def encode_answer(self, text: str) -> tuple[int, ...]: ...
+
+    def first_spans(self, message: str) -> list[Span]: ...
+
+    def turn_spans(self, response: Sequence[int], message: str, turn: int, *, role: Role) -> list[Span]: ...
+
+    def answer(self, text: str, *, role: Role) -> tuple[int, ...]: ...
+
+    def written_before(self, roles: tuple[Role, ...], thinking: tuple[bool, ...]) -> Any: ...
+
+
+def follows_template(formatter: Formats, render: Renderer, view: TemplateView) -> bool:
+    """Whether the contexts of a formatter are the template's own rendering, in conversations with
+    and without thoughts, through messages and the output of tools, and with every text in an answer
+    at which the template may cut it."""
+    found, thought = formatter.properties, "Half, or\n\ntwo."
+    if found.opens and found.closes is None:
+        ways = [("", "", "")]  # the prompt has an empty thought
+    elif found.opens:
+        ways = [(thought,) * 3]  # an answer without a thought is not one
+    else:
+        ways = [(thought,) * 3, ("",) * 3, ("", thought, "")]
+    trials = [(roles, [*zip(("4", "It is\n7.", "12"), way, strict=True)]) for roles in _ROLES for way in ways]
+    # A special token is not text that an answer has.
+    texts = [text for text in found.texts if {*formatter.stop_ids}.isdisjoint(formatter.encode_answer(text))]
+    answers = [f"{edge}5\n{text} 6 {text}\n\n7{edge}" for text in texts for edge in [text.strip()]]
+    answers += [f"{opening}\n5\n{closing}\n\n6" for opening, closing in found.pairs if closing != found.thinks[1]]
+    trials += [(("user", "user"), [(answer, ways[-1][0])]) for answer in answers]
+    return all(_follows(formatter, render, view, *trial) for trial in trials)
+
+
+_ROLES: list[tuple[Role, ...]] = [("user",) * 4, ("user", "tool", "tool", "user")]
+
+
+def _follows(
+    formatter: Formats, render: Renderer, view: TemplateView, roles: Sequence[Role], answers: Sequence[tuple[str, str]]
+) -> bool:
+    own = formatter.properties.role
+    asked = [Message(own(role), f"Add {i},\nplease.") for i, role in enumerate(roles)]
+    spans, messages = formatter.first_spans(asked[0].content), asked[:1]
+    for turn, (text, thought) in enumerate(answers):
+        message, role = view.answer(text, thought), roles[turn + 1]
+        response = formatter.answer(view.text(text, thought), role=role)
+        spans += formatter.turn_spans(response, asked[turn + 1].content, turn, role=role)
+        messages += [message, asked[turn + 1]]
+        if thought and formatter.properties.thinks[1] not in formatter.tokenizer.decode(response):
+            return False  # it writes a thought in another way than a model does
+        try:
+            expected = formatter.tokenizer.encode(render(messages), add_special_tokens=False)
+            found = [i for span in formatter.rule(spans, formatter, 2**31) for i in span.ids]
+        except ChatTemplateError:
+            return False
+        if formatter.tokenizer.decode(found) != formatter.tokenizer.decode(expected):
+            return False
+    return True
