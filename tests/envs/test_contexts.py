@@ -160,7 +160,8 @@ class TestAsTemplate:
             conversation_template=[{"role": role, "content": content} for role, content in example],
         )
         text = formatter.tokenizer.decode(formatter.start("2 + 2"))
-        assert "hm" not in text and "assistant\n2<|im_end|>" in text
+        assert "hm" not in text
+        assert "assistant\n2<|im_end|>" in text
 
 
 # ---------------------------------------- other rules

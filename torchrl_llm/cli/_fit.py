@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchrl_llm.cli._installation import Finding, check_extra
-from torchrl_llm.envs import GEMEnv
+from torchrl_llm.envs import AsTemplate, GEMEnv
 from torchrl_llm.envs.games import GameSlots
 from torchrl_llm.envs.slots import SlotMachine
 from torchrl_llm.modules.checks import check_size
@@ -125,7 +125,7 @@ def _environment(config: RunSettings, tokenizer: Any) -> Iterator[Finding]:
     if make is None:
         return
     env, finding = _tried(
-        "template", lambda: make_environment(config, tokenizer, make, stream="train"), lambda _: _template(config)
+        "template", lambda: make_environment(config, tokenizer, make, stream="train"), lambda env: _template(config, env)
     )
     yield finding
     if env is None:
@@ -156,9 +156,11 @@ def _demonstrations(config: RunSettings, env: GEMEnv) -> str:
     return f"{config.rollouts.demonstrations} can begin"
 
 
-def _template(config: RunSettings) -> str:
+def _template(config: RunSettings, env: GEMEnv) -> str:
     if config.chat.template == "raw":
         return "none: messages are joined as they are"
+    if isinstance(env.formatter.rule, AsTemplate):
+        return f"contexts are what it shows of earlier turns: {str(env.formatter.properties.rewrites).partition(':')[0]}"
     if config.chat.contexts == "append":
         return "what was sampled and seen is kept (contexts=append)"
     return "append-only: earlier turns are rendered as they were"

@@ -374,8 +374,8 @@ class PromptDatasetEnv(GEMEnv):
             the dataset.
         num_envs: slots N; default 1. A multiple of ``group_size``.
         stream: ``"train"`` (default), ``"eval"`` or ``"test"``.
-        system_prompt, template, contexts, chat_template_kwargs, missing_thinking, template_date: see
-            :class:`~torchrl_llm.envs.chat.ChatFormatter`.
+        system_prompt, template, contexts, chat_template_kwargs, missing_thinking, template_date:
+            see :class:`~torchrl_llm.envs.chat.ChatFormatter`.
         options: see :class:`~torchrl_llm.envs.GEMEnv`. What means nothing to questions of one turn
             is refused: ``max_turns`` other than 1, ``overflow="slide"``, ``context_rule``,
             ``success_by``, ``weights``.

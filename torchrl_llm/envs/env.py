@@ -107,8 +107,8 @@ class GEMEnv(Checked, EnvBase):
         step_timeout: seconds that one reset or step may take; waiting for other environments does
             not count. Default none. It needs threads.
             :class:`~torchrl_llm.collectors.AsyncTurnCollector` has threads and a limit of its own.
-        system_prompt, template, contexts, chat_template_kwargs, missing_thinking, template_date: see
-            :class:`~torchrl_llm.envs.ChatFormatter`.
+        system_prompt, template, contexts, chat_template_kwargs, missing_thinking, template_date:
+            see :class:`~torchrl_llm.envs.ChatFormatter`.
         success_reward: an episode is a success if it terminates with at least this; default 1.0.
             Where the environment says ``info["success"]`` as it terminates, that decides. If 64
             episodes of an environment were lost and one of them earned half as much, a warning asks

@@ -42,7 +42,8 @@ def rules_of(env: GEMEnv) -> dict[str, Any]:
         **{name: getattr(env, name) for name in _LIMITS},
         **{name: getattr(formatter, name) for name in _TEXT},
         "chat_template": chat_template,
-        # As the setting was named, and nothing more where contexts grow: results of before stay comparable.
+        # As the setting was named, and nothing more where contexts grow: results of before stay
+        # comparable.
         "history": "append" if formatter.contexts == "append" else "refuse",
         **({} if rules == [Append(), None] else {"contexts": [*map(fingerprint, rules)]}),
     }
