@@ -6,11 +6,13 @@ from __future__ import annotations
 import logging
 import pickle
 import random
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from test_template_probe import DROPS_CHANNEL, OPENS, tokenizer_with
 from test_templates import STYLES as FAMILIES
 from test_templates import make_tokenizer
@@ -30,7 +32,7 @@ from torchrl_llm.envs import (
     Slide,
     Span,
 )
-from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer
+from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, enable_prefix_sharing
 from torchrl_llm.rendering import Message, Renderer
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
@@ -236,17 +238,6 @@ def make_env(env=Thinker, tokenizer=None, **options):
     return GEMEnv(env, tokenizer=tokenizer, **{"num_envs": 4, "max_model_len": 512, "max_output_tokens": 40} | options)
 
 
-class Watching(ScriptedPolicy):
-    """Remembers what it was shown."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.shown = {}
-
-    def generate(self, prompts, *args, **kwargs):
-        return super().generate(prompts, *args, **kwargs)
-
-
 def scripted(tokenizer):
     return ScriptedPolicy(thinks, tokenizer=tokenizer, max_output_tokens=40)
 
@@ -335,3 +326,39 @@ class TestEnvironment:
         assert any(len(segments_of(row)) > 2 for row in rows)
         scores = TokenScorer(model, sampling)(rows)[keys.LOG_PROB].detach()
         torch.testing.assert_close(scores, rows[keys.SAMPLE_LOG_PROB], rtol=0, atol=1e-5)
+
+    @pytest.mark.parametrize("share_prefixes", [False, True])
+    def test_log_probs_and_gradient_are_those_of_each_context_alone(self, share_prefixes):
+        """The row of an episode is worth what its contexts are worth as rows of their own, with the
+        same weights of turns."""
+        tokenizer, sampling = thinking_tokenizer(), SamplingConfig(max_output_tokens=40)
+        env = make_env(tokenizer=tokenizer)
+        (rows,) = TurnCollector(env, scripted(tokenizer), batch_size=8, total_batches=1)
+        model = load_tiny_model().double()
+        scorer = TokenScorer(model, sampling, prefixes=enable_prefix_sharing(model) if share_prefixes else None)
+        weights = torch.randn(len(rows), 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        whole, alone = [], []
+        for row, row_weights in zip(rows, weights, strict=True):
+            whole.append((row[keys.TOKENS], row[keys.ATTENTION_MASK], row[keys.TURN_IDS], row_weights))
+            for tokens, turn_ids in segments_of(row):
+                alone.append(
+                    (torch.tensor(tokens), torch.ones(len(tokens)).bool(), torch.tensor(turn_ids), row_weights)
+                )
+        assert len(alone) > 2 * len(whole)
+        values = [self.weighted(scorer, model, each) for each in (whole, alone)]
+        for found, expected in zip(*values, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+    @staticmethod
+    def weighted(scorer, model, samples):
+        """The weighted sum of the log-probs, and its gradient."""
+        tokens, mask, turn_ids, weights = zip(*samples, strict=True)
+        pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+        rows = TensorDict(
+            {keys.TOKENS: pad(tokens), keys.ATTENTION_MASK: pad(mask), keys.TURN_IDS: pad(turn_ids, padding_value=-1)},
+            [len(samples)],
+        )
+        acting = rows[keys.TURN_IDS] >= 0
+        weight = torch.stack(weights).gather(1, rows[keys.TURN_IDS].clamp_min(0)) * acting
+        total = (weight * scorer(rows)[keys.LOG_PROB]).sum()
+        return total.detach(), *torch.autograd.grad(total, [*model.parameters()])

@@ -125,7 +125,9 @@ def _environment(config: RunSettings, tokenizer: Any) -> Iterator[Finding]:
     if make is None:
         return
     env, finding = _tried(
-        "template", lambda: make_environment(config, tokenizer, make, stream="train"), lambda env: _template(config, env)
+        "template",
+        lambda: make_environment(config, tokenizer, make, stream="train"),
+        lambda env: _template(config, env),
     )
     yield finding
     if env is None:
@@ -160,7 +162,9 @@ def _template(config: RunSettings, env: GEMEnv) -> str:
     if config.chat.template == "raw":
         return "none: messages are joined as they are"
     if isinstance(env.formatter.rule, AsTemplate):
-        return f"contexts are what it shows of earlier turns: {str(env.formatter.properties.rewrites).partition(':')[0]}"
+        return (
+            f"contexts are what it shows of earlier turns: {str(env.formatter.properties.rewrites).partition(':')[0]}"
+        )
     if config.chat.contexts == "append":
         return "what was sampled and seen is kept (contexts=append)"
     return "append-only: earlier turns are rendered as they were"
