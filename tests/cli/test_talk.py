@@ -67,6 +67,22 @@ class TestConversation:
         rendered = model.tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
         assert rendered[: len(conversation._context)] == conversation._context
 
+    def test_shows_of_earlier_answers_what_the_template_shows(self, monkeypatch):
+        dropping = CHATML.replace("message['content']", "message['content'].split('</think>')[-1].lstrip('\n')")
+        model, prompts = loaded(chat_template=dropping), []
+        answer = [*model.tokenizer.encode("<think>hm</think>\n\n5"), *model.formatter.end_of_turn_ids[:1]]
+
+        def stream(request):
+            prompts.append(model.tokenizer.decode(request.prompt))
+            yield from answer
+
+        monkeypatch.setattr(model.policy, "stream", stream)
+        conversation = Conversation(model)
+        assert "".join(conversation.reply("Guess.")) == "<think>hm</think>\n\n5"
+        "".join(conversation.reply("higher"))
+        expected = "<|im_start|>user\nGuess.<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n<|im_start|>user\nhigher<|im_end|>\n"
+        assert prompts[1] == expected + "<|im_start|>assistant\n"
+
     def test_that_is_full_stays_as_it_is(self):
         conversation = Conversation(loaded(max_model_len=40))
         "".join(conversation.reply("Guess."))

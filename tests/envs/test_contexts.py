@@ -19,7 +19,7 @@ from test_templates import make_tokenizer
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
-from torchrl_llm.data import turns_to_rows
+from torchrl_llm.data import episode_from_messages, rows_from_episodes, turns_to_rows
 from torchrl_llm.envs import (
     CHATML,
     Append,
@@ -362,3 +362,28 @@ class TestEnvironment:
         weight = torch.stack(weights).gather(1, rows[keys.TURN_IDS].clamp_min(0)) * acting
         total = (weight * scorer(rows)[keys.LOG_PROB]).sum()
         return total.detach(), *torch.autograd.grad(total, [*model.parameters()])
+
+    @pytest.mark.parametrize("rule", [None, KeepLast(1)])
+    def test_an_episode_is_the_same_as_messages(self, rule):
+        """Demonstrations are read as contexts of environments are made."""
+        heard = []
+
+        class Heard(Thinker):
+            def reset(self, seed=None):
+                heard[:] = [{"role": "user", "content": "Speak."}]
+                return super().reset(seed)
+
+            def step(self, action):
+                text, *rest, info = super().step(action)
+                role = "tool" if info["use_tool"] else "user"
+                heard.extend([{"role": "assistant", "content": action}, {"role": role, "content": text}])
+                return text, *rest, info
+
+        tokenizer = thinking_tokenizer()
+        env = make_env(Heard, tokenizer=tokenizer, num_envs=1, context_rule=rule)
+        (expected,) = TurnCollector(env, scripted(tokenizer), batch_size=1, total_batches=1)
+        episode = episode_from_messages(heard, env.formatter, reward=1.0, context_rule=rule)
+        rows = rows_from_episodes([episode])
+        assert len(segments_of(rows[0])) > 2
+        for key in (keys.TOKENS, keys.ATTENTION_MASK, keys.TURN_IDS, keys.TURN_REWARD):
+            assert torch.equal(rows[key], expected[key]), key

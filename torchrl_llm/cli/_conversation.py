@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterable, Sequence
 import numpy as np
 
 from torchrl_llm.envs import ChatFormatter
+from torchrl_llm.envs.contexts import Span, ids_of, selected
 from torchrl_llm.modules.engine import TurnRequest
 from torchrl_llm.runs.saved import LoadedModel
 
@@ -16,7 +17,7 @@ class ConversationFullError(ValueError):
 
 
 class Conversation:
-    """Messages and responses in turn, in the ids that training would have: contexts only grow.
+    """Messages and responses in turn, in the contexts that training would have.
 
     Args:
         loaded: the model.
@@ -31,6 +32,7 @@ class Conversation:
     def reset(self) -> None:
         """Begin another one, with other sampling noise."""
         self.number += 1
+        self._spans: list[Span] = []
         self._context: list[int] = []
         self._response: list[int] = []
         self._turn = 0
@@ -43,8 +45,12 @@ class Conversation:
             ConversationFullError: message and response do not fit; the conversation stays as it is.
         """
         formatter = self.loaded.formatter
-        new = formatter.feedback(self._response, message) if self._context else formatter.start(message)
-        prompt, response = [*self._context, *new], list[int]()
+        if self._spans:
+            new = formatter.turn_spans(self._response, message, self._turn - 1)
+        else:
+            new = formatter.first_spans(message)
+        spans, response = [*self._spans, *new], list[int]()
+        prompt = ids_of(selected([formatter.rule], spans, formatter))
         limit, room = self.loaded.config.env.max_model_len, self.loaded.config.sampling.max_output_tokens
         if len(prompt) + room > limit:
             raise ConversationFullError(
@@ -56,7 +62,7 @@ class Conversation:
             yield from text_of(formatter, self.loaded.policy.stream(request), response)
         finally:
             if response:
-                self._context, self._response = [*prompt, *response], response
+                self._spans, self._context, self._response = spans, [*prompt, *response], response
                 self._turn += 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -126,8 +127,8 @@ def _environment(config: RunSettings, tokenizer: Any) -> Iterator[Finding]:
         return
     env, finding = _tried(
         "template",
-        lambda: make_environment(config, tokenizer, make, stream="train"),
-        lambda env: _template(config, env),
+        partial(make_environment, config, tokenizer, make, stream="train"),
+        partial(_template, config),
     )
     yield finding
     if env is None:

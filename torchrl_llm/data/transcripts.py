@@ -6,11 +6,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from torchrl_llm.data.conversations import conversation_of
 from torchrl_llm.envs.chat import ChatFormatter
+from torchrl_llm.envs.contexts import Append, ContextRule, Span, ids_of, num_tokens, selected
 from torchrl_llm.envs.record_files import read_records
 from torchrl_llm.episode import Episode, Turn
 from torchrl_llm.keys import StopReason
@@ -29,6 +31,7 @@ def episode_from_messages(
     reward: float = 0.0,
     success: bool = False,
     index: int = 0,
+    context_rule: ContextRule | None = None,
 ) -> Episode:
     """A conversation as an episode whose turns are the assistant's messages, rendered as contexts
     of environments are.
@@ -43,6 +46,7 @@ def episode_from_messages(
         reward: of the last turn, the others get 0.
         success: whether the episode ended in success.
         index: its ids.
+        context_rule: of the environment, see :class:`~torchrl_llm.envs.GEMEnv`.
 
     Raises:
         TranscriptError: the roles are others, the system message is not the formatter's, or an
@@ -61,22 +65,30 @@ def episode_from_messages(
     _check_roles(spoken)
     _check_answers(spoken)
     episode = Episode(index, index, index, 0)
-    context = formatter.start(spoken[0]["content"])
-    for i in range(1, len(spoken), 2):
-        follows = spoken[i + 1]["role"] if i + 1 < len(spoken) else "user"
-        ids = formatter.answer(spoken[i]["content"], role=follows)  # type: ignore[arg-type]
+    rules = (formatter.rule, context_rule or Append())
+    spans = context = formatter.first_spans(spoken[0]["content"])
+    for turn, answer in enumerate(spoken[1::2]):
+        follows: Any = spoken[2 * turn + 2] if 2 * turn + 2 < len(spoken) else {"role": "user"}
+        ids = formatter.answer(answer["content"], role=follows["role"])
         unknown = np.full(len(ids), np.nan, np.float32)
-        episode.add(Turn(len(context), 0, np.array(ids), unknown, np.zeros(len(ids), np.int64)))
-        context = (*context, *ids)
-        if i + 1 < len(spoken):
-            context = (*context, *formatter.feedback(ids, spoken[i + 1]["content"], role=follows))  # type: ignore[arg-type]
+        segment = len(episode.contexts)
+        episode.add(Turn(num_tokens(context), segment, np.array(ids), unknown, np.zeros(len(ids), np.int64)))
+        if "content" in follows:
+            new = formatter.turn_spans(ids, follows["content"], turn, role=follows["role"])
+        else:
+            new = [Span(ids, turn, "answer")]
+        spans, before, context = [*spans, *new], context, [*context, *new]
+        # What comes after the last answer is read by no turn.
+        if 2 * turn + 3 < len(spoken) and context != (shown := [*selected(rules, spans, formatter)]):
+            episode.end_segment(np.array(ids_of(before)))
+            context = shown
     episode.rewards = [0.0] * (len(episode.turns) - 1) + [reward]
     reason = StopReason.WON if success else StopReason.LOST
-    episode.end(np.array(context), reason, terminated=True, truncated=False, success=success)
+    episode.end(np.array(ids_of(context)), reason, terminated=True, truncated=False, success=success)
     return episode
 
 
-def read_transcripts(path: Path, formatter: ChatFormatter) -> list[Episode]:
+def read_transcripts(path: Path, formatter: ChatFormatter, context_rule: ContextRule | None = None) -> list[Episode]:
     """The episodes of a file of conversations.
 
     A record is ``{"messages": [...], "reward": 1.0, "success": true}``, the last two optional; or
@@ -86,7 +98,7 @@ def read_transcripts(path: Path, formatter: ChatFormatter) -> list[Episode]:
     Args:
         path: JSON lines, an array of JSON, or a parquet file
             (:mod:`torchrl_llm.envs.record_files`).
-        formatter: see :func:`episode_from_messages`.
+        formatter, context_rule: see :func:`episode_from_messages`.
 
     Raises:
         TranscriptError: the file cannot be read, a record is not such an object, or there is none;
@@ -99,8 +111,8 @@ def read_transcripts(path: Path, formatter: ChatFormatter) -> list[Episode]:
         for place, record in read_records(path):
             try:
                 given = conversation_of(record)
-                ending = {"reward": given.reward, "success": given.success, "index": len(episodes)}
-                episodes.append(episode_from_messages(given.messages, formatter, **ending))  # type: ignore[arg-type]
+                ending: Any = {"reward": given.reward, "success": given.success, "index": len(episodes)}
+                episodes.append(episode_from_messages(given.messages, formatter, context_rule=context_rule, **ending))
                 unread |= given.unread
             # The last two: a number of 400 digits, and brackets so deep that they cannot be shown.
             except (ValueError, OverflowError, RecursionError) as error:

@@ -8,9 +8,10 @@ one opens a new segment of the same episode (:mod:`torchrl_llm.modules.segments`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Literal, NamedTuple, Protocol
 
 from torchrl_llm.rendering import Role
@@ -66,8 +67,22 @@ class ContextRule(Protocol):
 
 
 def num_tokens(spans: Sequence[Span]) -> int:
-    """The tokens of a context."""
+    """How many tokens spans have together."""
     return sum(len(span.ids) for span in spans)
+
+
+def ids_of(spans: Sequence[Span]) -> list[int]:
+    """The tokens of spans."""
+    return [*chain.from_iterable(span.ids for span in spans)]
+
+
+def selected(
+    rules: Iterable[ContextRule], spans: Sequence[Span], formatter: ShowsAnswers, room: int = sys.maxsize
+) -> Sequence[Span]:
+    """What rules select, each from what the one before it left."""
+    for rule in rules:
+        spans = rule(spans, formatter, room)
+    return spans
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ assigns them to tasks, and makes prompts of questions. Reward functions are call
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
@@ -22,6 +21,7 @@ from tensordict import TensorDictBase
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm.envs.chat import ChatFormatter
+from torchrl_llm.envs.contexts import ids_of, selected
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.messages import is_empty, is_list, plain_messages
@@ -311,8 +311,7 @@ class PromptFormatter(ChatFormatter):
         spans = self._with_opening(super().start(self._message.replace(PLACEHOLDER, message)), -1, "user")
         for turn, (answer, question) in enumerate(self._examples):
             spans += self.turn_spans(answer, question.replace(PLACEHOLDER, message), turn)
-        shown = self.rule(spans, self, sys.maxsize)
-        return (*(i for span in shown for i in span.ids), *self._prefill)
+        return (*ids_of(selected([self.rule], spans, self)), *self._prefill)
 
 
 _ONE_TURN: dict[str, tuple[tuple[Any, ...], str]] = {

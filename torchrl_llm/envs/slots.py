@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 
 from torchrl_llm.envs.chat import ChatFormatter
 from torchrl_llm.envs.columns import merged_columns
-from torchrl_llm.envs.contexts import Append, ContextRule, Slide, Span, num_tokens
+from torchrl_llm.envs.contexts import Append, ContextRule, Slide, Span, ids_of, num_tokens, selected
 from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.isolation import Call, IsolatedEnv, Pool, kept_global_rng, revoke_global_rng
@@ -74,7 +73,7 @@ class Reply(NamedTuple):
     @property
     def ids(self) -> list[int]:
         """The ids of ``spans``."""
-        return _ids(self.spans)
+        return ids_of(self.spans)
 
 
 @dataclass
@@ -357,19 +356,14 @@ class SlotMachine:
             full = reason == StopReason.RUNNING and state.length + num_tokens(new) > room
             return StopReason.CONTEXT if full else reason, None
         spans = [*state.spans, *new]
-        context = self._selected(spans, room)
+        context = selected(self._rules, spans, self.formatter, room)
         if num_tokens(context) > room and reason == StopReason.RUNNING:
             reason = StopReason.CONTEXT
         # A critic values what would follow an episode that was cut off by its last context, which
         # has to hold all of the last feedback, if there is room at all.
         if num_tokens(context) > self.max_model_len:
-            context = self._selected(spans, self.max_model_len)
+            context = selected(self._rules, spans, self.formatter, self.max_model_len)
         return reason, None if context == state.context + new else context
-
-    def _selected(self, spans: Sequence[Span], room: int) -> Sequence[Span]:
-        for rule in self._rules:
-            spans = rule(spans, self.formatter, room)
-        return spans
 
     def advance(self, slot: int, response: list[int], reply: Reply) -> None:
         """Add to a slot what :meth:`answer` returned; the last context of an episode is cut at
@@ -531,7 +525,7 @@ class SlotMachine:
     def _append(self, slot: int, spans: Sequence[Span]) -> None:
         # Cuts nothing while an episode runs: it ends where the next response would not fit.
         length = self._slots[slot].length
-        ids = _ids(spans)[: self.max_model_len - length]
+        ids = ids_of(spans)[: self.max_model_len - length]
         self.prompt.numpy()[slot, length : length + len(ids)] = ids
         self._slots[slot].length += len(ids)
         self._slots[slot].context += spans
@@ -622,7 +616,3 @@ class SlotMachine:
             for thread in self._pool.close(_CLOSE_TIMEOUT):
                 # Otherwise every other environment of the process would wait for it.
                 revoke_global_rng(thread)
-
-
-def _ids(spans: Sequence[Span]) -> list[int]:
-    return [*chain.from_iterable(span.ids for span in spans)]

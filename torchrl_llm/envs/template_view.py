@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from torchrl_llm.envs.contexts import ContextRule, Span
+from torchrl_llm.envs.contexts import ContextRule, Span, ids_of, selected
 from torchrl_llm.envs.template_properties import TemplateProperties
 from torchrl_llm.rendering import ChatTemplateError, Message, Renderer, Role
 
@@ -157,7 +157,7 @@ def _follows(
             return False  # it writes a thought in another way than a model does
         try:
             expected = formatter.tokenizer.encode(render(messages), add_special_tokens=False)
-            found = [i for span in formatter.rule(spans, formatter, 2**31) for i in span.ids]
+            found = ids_of(selected([formatter.rule], spans, formatter))
         except ChatTemplateError:
             return False
         if formatter.tokenizer.decode(found) != formatter.tokenizer.decode(expected):

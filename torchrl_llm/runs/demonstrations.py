@@ -158,7 +158,7 @@ def read_demonstrations(
 
 def _read(path: Path, env: GEMEnv) -> list[Episode]:
     if path.suffix in TRANSCRIPTS:
-        return read_transcripts(path, env.formatter)
+        return read_transcripts(path, env.formatter, env.context_rule)
     if path.is_file() and path.suffix != ".safetensors":
         raise RecordingError(
             f"it is not {', '.join(TRANSCRIPTS)}, which hold messages, and no .safetensors, which is a recording."
