@@ -35,7 +35,9 @@ from torchrl_llm.envs import (
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, enable_prefix_sharing
 from torchrl_llm.rendering import Message, Renderer
 from torchrl_llm.testing.policies import ScriptedPolicy
+from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
+from torchrl_llm.trainers import Callback
 
 # Thinking stays up to the next message of a user, and through the output of tools (Qwen3's rule).
 KEPT_FOR_TOOLS = """{% set ns = namespace(last=0) %}
@@ -387,3 +389,42 @@ class TestEnvironment:
         assert len(segments_of(rows[0])) > 2
         for key in (keys.TOKENS, keys.ATTENTION_MASK, keys.TURN_IDS, keys.TURN_REWARD):
             assert torch.equal(rows[key], expected[key]), key
+
+
+class TestRun:
+    @pytest.mark.parametrize(
+        ("algo", "options"),
+        [
+            ("LLMPPO", {}),
+            ("LLMPPO", {"collector": "async"}),
+            ("LLMREINFORCE", {"overflow": "slide", "max_model_len": 48}),
+            ("LLMREINFORCE", {"estimator": "TurnVine", "branches": 2}),
+            ("GRPO", {"group_size": 4, "credit": "state", "baseline": "leave_one_out", "scale": "none"}),
+            ("GRPO", {"group_size": 8, "tree_branches": 3, "baseline": "leave_one_out", "scale": "none"}),
+        ],
+    )
+    def test_the_trainer_scores_what_the_policy_saw(self, tmp_path, algo, options):
+        """Where every thought is dropped, each turn is a segment."""
+        config = RunSettings.from_values(
+            **{"algo": algo, "model_path": "tiny", "env_name": "thinker", "chat_template": MARKED, "num_envs": 8, "batch_size": 8,
+            "max_model_len": 200, "max_output_tokens": 8, "max_iterations": 2, "lora_r": 0, "dtype": "float32", "device": "cpu",
+            "evaluation_interval": 0, "final_episodes": 4, "output_dir": tmp_path} | options
+        )  # fmt: skip
+        segments = []
+        run = build_run(config, make_env=partial(GEMEnv, lambda: Thinker(turns=4)), callbacks=[Segments(segments)])
+        try:
+            history = run.trainer.train()
+        finally:
+            run.close()
+        assert max(metrics["policy/log_prob_gap"] for metrics in history) < 1e-5
+        assert min(segments) > 1
+
+
+class Segments(Callback):
+    """Counts the segments of the rows of each batch."""
+
+    def __init__(self, counts):
+        self.counts = counts
+
+    def on_batch(self, trainer, rows, metrics):
+        self.counts += [len(segments_of(row)) for row in rows]
