@@ -156,7 +156,7 @@ PACKAGES = {
 }
 """Each package of the library, and its modules that are documented by themselves."""
 
-HERE = {"RunSettings", "TrainerConfig", "KeySpec"}
+HERE = {"RunSettings", "TrainerConfig", "KeySpec", "TurnColumn"}
 """Documented on a page of their own, or by themselves."""
 
 

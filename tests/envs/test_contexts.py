@@ -34,8 +34,8 @@ from torchrl_llm.envs import (
 )
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, enable_prefix_sharing
 from torchrl_llm.rendering import Message, Renderer
-from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.runs import RunSettings, build_run
+from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.trainers import Callback
 
@@ -54,6 +54,7 @@ MARKED = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
 
 THINKS, CHANNEL = ("<think>", "</think>"), ("<|channel>", "<channel|>")
+SPACES = ["", "\n", "\n\n", " ", "\n \n", "\t"]
 TEMPLATES = {
     "drops": (
         CHATML.replace("message['content']", "message['content'].split('</think>')[-1].lstrip('\n')"),
@@ -96,14 +97,20 @@ class TestAsTemplate:
         for turn in range(turns):
             role = draw.choice(["user", "tool"])
             thinks = not found.opens if found.closes is None else True
-            text, thought = f"It is {draw.randint(0, 99)},\n\nor not.", "hm?" * (thinks and draw.random() < 0.7)
+            text = f"It is {draw.randint(0, 99)},\n\nor not."
+            thought = "hm?" * (thinks and draw.random() < 0.7)
             thought = thought or "Well." * (found.closes is not None)
             opening, closing = found.thinks
-            whole = f"{opening}\n{thought}\n{closing}\n\n{text}" if thought else text
+            # Where a thought is shown, templates write it with white space of their own.
+            space = draw.choice(SPACES) if role == "user" else "\n\n"
+            whole = f"{opening}\n{thought}\n{closing}{space}{text}" if thought else text
             in_field = {found.thinking_field: thought} if found.thinking_field and thought else {}
             messages += [Message("assistant", text if in_field else whole, in_field)]
             messages += [Message(found.role(role), f"Go on {turn}.")]
-            spans += formatter.turn_spans(formatter.answer(whole, role=role), f"Go on {turn}.", turn, role=role)
+            # As it is, not as the template writes it.
+            said = whole.removeprefix(found.opens) if found.closes else whole
+            response = [*formatter.encode_answer(said), *formatter.end_of_turn_ids[:1]]
+            spans += formatter.turn_spans(response, f"Go on {turn}.", turn, role=role)
             expected = tokenizer.encode(render(messages), add_special_tokens=False)
             assert tokenizer.decode(shown(formatter, spans)) == tokenizer.decode(expected)
 

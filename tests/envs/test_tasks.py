@@ -166,7 +166,7 @@ class TestRows:
         """A greedy evaluation samples from a choice of tasks, which is not ``TaskSampler``."""
         envs = [GEMEnv("rg:base_conversion", tokenizer=tokenizer, max_model_len=2048, stream="test") for _ in range(2)]
         envs[1].task_sampler = [envs[0].task_sampler[i] for i in range(3)]
-        assert [envs[1].slots.open(0, i).ids for i in range(3)] == [envs[0].slots.open(0, i).ids for i in range(3)]
+        assert [envs[1].slots.open(0, i).spans for i in range(3)] == [envs[0].slots.open(0, i).spans for i in range(3)]
 
     def test_equal_questions_are_one(self):
         questions = [str(i % 20) for i in range(200)]

@@ -15,6 +15,7 @@ import torch
 
 from torchrl_llm.cli._installation import Finding, check_extra
 from torchrl_llm.envs import AsTemplate, GEMEnv
+from torchrl_llm.envs.contexts import num_tokens
 from torchrl_llm.envs.games import GameSlots
 from torchrl_llm.envs.slots import SlotMachine
 from torchrl_llm.modules.checks import check_size
@@ -197,11 +198,11 @@ def _longest_prompt(env: GEMEnv) -> int:
 def _first_prompt(slots: SlotMachine, task: int) -> int:
     """The tokens of the first prompt of a task, or of the player who begins a game."""
     if not isinstance(slots, GameSlots):
-        return len(slots.open(0, task).ids)
+        return num_tokens(slots.open(0, task).spans)
     first = task * slots.group_size
     slots.start_match(0, first)
     (seat, *_) = slots.due(0)
-    return len(slots.open(seat, first + seat).ids)
+    return num_tokens(slots.open(seat, first + seat).spans)
 
 
 def _room(config: RunSettings, length: int) -> str:

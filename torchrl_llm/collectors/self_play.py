@@ -15,6 +15,7 @@ import numpy as np
 from torchrl_llm.collectors._queue import EpisodeSource
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT, ThreadExecutor
 from torchrl_llm.collectors.collector import EpisodeCollector
+from torchrl_llm.envs.contexts import num_tokens
 from torchrl_llm.envs.games import GameSlots, SelfPlayEnv
 from torchrl_llm.envs.slots import Reply
 from torchrl_llm.envs.tasks import TaskSampler
@@ -210,7 +211,9 @@ class TableExecutor(ThreadExecutor):
         self.slots.start(slot, episode.index, reply)
         episode.task_id = self.slots[slot].task_id
         none = np.zeros(0)
-        episode.add(Turn(len(reply.ids), 0, none.astype(np.int64), none.astype(np.float32), none.astype(np.int64)))
+        episode.add(
+            Turn(num_tokens(reply.spans), 0, none.astype(np.int64), none.astype(np.float32), none.astype(np.int64))
+        )
         self.passed += 1
         return self.slots.forgo(slot)
 

@@ -7,7 +7,7 @@ else.
 from torchrl_llm.envs.answers import MissingThinkingError
 from torchrl_llm.envs.chat import CHATML, ChatFormatter, ControlTokenError, compose_message
 from torchrl_llm.envs.columns import Extras, text_key
-from torchrl_llm.envs.contexts import Append, AsTemplate, ContextRule, KeepLast, Slide, Span
+from torchrl_llm.envs.contexts import Append, AsTemplate, ContextRule, KeepLast, ShowsAnswers, Slide, Span
 from torchrl_llm.envs.dataset import PromptDatasetEnv, PromptFormatter, RowTaskSampler, read_rows, train_test_split
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.env_spec import EnvSpec
@@ -66,6 +66,7 @@ __all__ = [
     "RowTaskSampler",
     "SeenTasks",
     "SelfPlayEnv",
+    "ShowsAnswers",
     "Slide",
     "Slot",
     "SlotMachine",

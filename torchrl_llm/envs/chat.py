@@ -236,6 +236,7 @@ class ChatFormatter(Checked):
         self._make_caches()
         self._opening = self._encode_written(self.properties.opens)
         self._view: TemplateView | None = None
+        self._stripped: str | None = None
         self.rule: ContextRule = Append() if render is None or appends else self._followed(render)
 
     def _followed(self, render: Renderer) -> ContextRule:
@@ -248,6 +249,7 @@ class ChatFormatter(Checked):
             self.properties = replace(self.properties, thinking_field=field)
             self._form = AnswerForm(render, self.properties, self.missing_thinking)
             self._view = TemplateView(render, self.properties)
+            self._stripped = self._view.stripped
             if follows_template(self, render, self._view):
                 logger.info(
                     'Contexts are what the chat template shows (contexts="template"): %s.', reason.partition(":")[0]
@@ -335,12 +337,17 @@ class ChatFormatter(Checked):
         return [Span(ids[:end], turn, "message", role), Span(self._opening, turn + 1, "opening")]
 
     def _num_thought(self, response: Sequence[int], said: Response) -> int:
-        """How many ids of a response are its thinking, with the white space behind it; all but the
-        token that ended the response, if the thought is not closed."""
+        """How many ids of a response are its thinking, with the white space behind it that the
+        template strips; all but the token that ended the response, if the thought is not closed."""
+        text = said[len(self.properties.opens) :] if self._in_thought else said
+        before, closing, answer = text.partition(self.properties.thinks[1])
         if len(said.text) == len(said):
+            # Behind an empty thought that the prompt has, the same white space is stripped.
+            before, closing, answer = "", "", text if self._view and self.properties.opens else ""
+        start = len(before + closing) + len(answer) - len(answer.lstrip(self._stripped))
+        if not start:
             return 0
         ids = self._without_end(response)
-        start = len(said) - len(said.text) - (len(self.properties.opens) if self._in_thought else 0)
         return bisect_right(range(len(ids) + 1), start, key=lambda count: len(self._text(ids[:count]))) - 1
 
     def written_before(self, roles: tuple[Role, ...], thinking: tuple[bool, ...]) -> list[tuple[int, ...] | None]:

@@ -70,11 +70,6 @@ class Reply(NamedTuple):
     context: Sequence[Span] | None = None
     task: TaskIdentity = NO_TASK
 
-    @property
-    def ids(self) -> list[int]:
-        """The ids of ``spans``."""
-        return ids_of(self.spans)
-
 
 @dataclass
 class Slot:

@@ -10,6 +10,7 @@ from torchrl_llm.envs.template_properties import TemplateProperties
 from torchrl_llm.rendering import ChatTemplateError, Message, Renderer, Role
 
 _MOST = 2**14  # conversations that are remembered
+_BEHIND = "\n\n"  # a thought
 
 
 class TemplateView:
@@ -22,6 +23,10 @@ class TemplateView:
     Args:
         render: the template.
         properties: what it does.
+
+    Attributes:
+        stripped: the white space that the template strips before an earlier answer, for
+            ``str.lstrip``; ``None``: all.
 
     Raises:
         ChatTemplateError: of a call, the template does something else to earlier answers.
@@ -38,6 +43,7 @@ class TemplateView:
 
     def __init__(self, render: Renderer, properties: TemplateProperties) -> None:
         self._render, self._properties = render, properties
+        self.stripped = self._stripped()
         self._known: dict[tuple[tuple[Role, ...], tuple[bool, ...]], tuple[str | None, ...]] = {}
 
     def __call__(self, roles: tuple[Role, ...], thinking: tuple[bool, ...]) -> tuple[str | None, ...]:
@@ -56,6 +62,26 @@ class TemplateView:
             written = self._known[roles, thinking] = self._written(roles, thinking)
         return written
 
+    def _stripped(self) -> str | None:
+        thinks = self._properties.closes is not None or not self._properties.opens
+        shown = [self._before(f"{space}{_answered(0)}", thinks) for space in ("", "\n ")]
+        kept = shown[1].removeprefix(shown[0])
+        return None if not kept else "\n" if kept == " " else ""
+
+    def _before(self, answer: str, thinks: bool) -> str:
+        found = self._properties
+        answers = [self.answer(answer, _thought(0) * thinks), self.answer(_answered(1), _thought(1) * thinks)]
+        # Behind another one: some keep what the latest answer thought.
+        messages = [
+            Message("user", _asked(0)),
+            answers[0],
+            Message("user", _asked(1)),
+            answers[1],
+            Message("user", _asked(2)),
+        ]
+        opening = self._render(messages).partition(_asked(0))[2].partition(_answered(0))[0]
+        return opening.removeprefix(found.first.after.removesuffix(found.opens))
+
     def _written(self, roles: tuple[Role, ...], thinking: tuple[bool, ...]) -> tuple[str | None, ...]:
         found = self._properties
         messages = [Message(found.role(roles[0]), _asked(0))]
@@ -72,6 +98,8 @@ class TemplateView:
             if not (answered and asked and opening.startswith(prompt) and closing == follows.before):
                 raise ChatTemplateError(f"It writes {opening + answered + closing!r} of an earlier turn.")
             shown = opening.removeprefix(prompt)
+            if thinks and found.thinking_field is None:
+                shown = shown.removesuffix(_BEHIND.lstrip(self.stripped))  # it is the answer's own
             kept = _thought(i) in shown if thinks else shown == found.opens
             written.append(None if kept else shown)
         return tuple(written)
@@ -85,7 +113,7 @@ class TemplateView:
     def text(self, text: str, thought: str = "") -> str:
         """An answer as text, with a thought or without."""
         opening, closing = self._properties.thinks
-        return f"{opening}\n{thought}\n{closing}\n\n{text}" if thought else text
+        return f"{opening}\n{thought}\n{closing}{_BEHIND}{text}" if thought else text
 
 
 def _asked(i: int) -> str:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from torchrl_llm.data import read_transcripts
 from torchrl_llm.envs import GEMEnv, players
+from torchrl_llm.envs.contexts import ids_of
 from torchrl_llm.episode import Episode, Turn
 from torchrl_llm.modules import Player, SamplingConfig
 from torchrl_llm.runs.config import RunSettings
@@ -91,7 +92,7 @@ def check_player(player: Player, config: RunSettings, env: GEMEnv) -> None:
     if config.collector == "self_play":
         return
     given = f"demonstrations is {config.rollouts.demonstrations!r}"
-    prompt = str(env.formatter.tokenizer.decode(env.slots.open(0, 0).ids))
+    prompt = str(env.formatter.tokenizer.decode(ids_of(env.slots.open(0, 0).spans)))
     try:
         answer = player(prompt, random.Random(0))
     except ValueError as error:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torchrl_llm.metrics.evaluated import Evaluation
 
-NEXT_SEGMENT = "\n\n[... earlier turns leave the context; the model sees from here on:]\n\n"
+NEXT_SEGMENT = "\n\n[... parts of earlier turns leave the context; the model sees from here on:]\n\n"
 """Stands between the contexts of an episode whose oldest turns were dropped."""
 
 
