@@ -27,7 +27,7 @@ from torchrl_llm.envs.response import Response, text_behind_thinking
 from torchrl_llm.envs.template_probe import Contexts, not_append_only, probe_template
 from torchrl_llm.envs.template_properties import Frame, TemplateProperties
 from torchrl_llm.envs.template_view import TemplateView, follows_template
-from torchrl_llm.rendering import Renderer, Role
+from torchrl_llm.rendering import ChatTemplateError, Renderer, Role
 from torchrl_llm.stops import control_tokens, token_pattern
 from torchrl_llm.utils.options import Checked, ConfigError
 
@@ -227,10 +227,12 @@ class ChatFormatter(Checked):
         self._in_thought = self._form.is_open("")  # where a response begins
         self.template_date = today.isoformat() if self.properties.shows_date else None
         # Tokens that a template writes within answers, such as those around thinking.
-        within = {i for i, token in added.items() if any(str(token) in pair for pair in self.properties.pairs)}
+        own = "".join(self.properties.thinks) + self.properties.header
+        within = {i for i, t in added.items() if str(t) in own or any(str(t) in pair for pair in self.properties.pairs)}
         self._not_in_answers = frozenset(i for i, token in added.items() if token.special) - within
         self._ends = {role: self._id(frame.end) for role, frame in self.properties.frames.items()}
-        ends = [*self._ends.values(), tokenizer.eos_token_id]
+        self._ends_once = self._id(self.properties.ends_once)
+        ends = [self._ends_once, *self._ends.values(), tokenizer.eos_token_id]
         self.end_of_turn_ids: tuple[int, ...] = tuple(dict.fromkeys(end for end in ends if end is not None))
         self.stop_ids: tuple[int, ...] = tuple(i for i, token in added.items() if token.special)
         self._make_caches()
@@ -238,6 +240,8 @@ class ChatFormatter(Checked):
         self._view: TemplateView | None = None
         self._stripped: str | None = None
         self.rule: ContextRule = Append() if render is None or appends else self._followed(render)
+        if render is not None and appends and self.properties.ends_once:
+            raise not_append_only(render, str(self.properties.rewrites))
 
     def _followed(self, render: Renderer) -> ContextRule:
         """The rule by which contexts are what a template shows."""
@@ -248,7 +252,10 @@ class ChatFormatter(Checked):
         for field in (None, *self.properties.thinking_fields):
             self.properties = replace(self.properties, thinking_field=field)
             self._form = AnswerForm(render, self.properties, self.missing_thinking)
-            self._view = TemplateView(render, self.properties)
+            try:
+                self._view = TemplateView(render, self.properties)
+            except ChatTemplateError:  # it takes no thought there
+                continue
             self._stripped = self._view.stripped
             if follows_template(self, render, self._view):
                 logger.info(
@@ -328,7 +335,10 @@ class ChatFormatter(Checked):
         thinking = [Span(response[:thought], turn, "thinking")] if thought else []
         feedback = self.feedback(response, message, role=role)
         role = self._role_behind(response, role)
-        return [*thinking, Span(response[thought:], turn, "answer"), *self._with_opening(feedback, turn, role)]
+        end = len(response) - (self._ends_once is not None and self._ends_once in response[-1:])
+        said_last = [Span(response[end:], turn, "end")] if end < len(response) else []
+        answer = Span(response[thought:end], turn, "answer")
+        return [*thinking, answer, *said_last, *self._with_opening(feedback, turn, role)]
 
     def _with_opening(self, ids: tuple[int, ...], turn: int, role: Role) -> list[Span]:
         end = len(ids) - len(self._opening)
@@ -340,8 +350,9 @@ class ChatFormatter(Checked):
         """How many ids of a response are its thinking, with the white space behind it that the
         template strips; all but the token that ended the response, if the thought is not closed."""
         text = said[len(self.properties.opens) :] if self._in_thought else said
-        before, closing, answer = text.partition(self.properties.thinks[1])
-        if len(said.text) == len(said):
+        opening, closing = self.properties.thinks
+        before, closing, answer = text.partition(closing)
+        if not (self._in_thought or said.lstrip().startswith(opening)):
             # Behind an empty thought that the prompt has, the same white space is stripped.
             before, closing, answer = "", "", text if self._view and self.properties.opens else ""
         start = len(before + closing) + len(answer) - len(answer.lstrip(self._stripped))
@@ -369,7 +380,8 @@ class ChatFormatter(Checked):
         """
         text = self._text(self._without_end(response))
         whole = self.properties.opens + text if self._in_thought else text
-        return Response(whole, text=text_behind_thinking(whole, self.properties.thinks, opened=self._in_thought))
+        text = text_behind_thinking(whole, self.properties.thinks, opened=self._in_thought)
+        return Response(whole, text=text.removeprefix(self.properties.header))
 
     def _without_end(self, response: Sequence[int]) -> Sequence[int]:
         ended = len(response) and (response[-1] in self.stop_ids or response[-1] in self.end_of_turn_ids)

@@ -25,13 +25,14 @@ class Span(NamedTuple):
         turn: the turn of a response, of what the prompt opens for it, and of the message that
             follows it; -1: the first message.
         kind: a message of the environment; what the prompt opens for the assistant, such as
-            ``<think>``; or of a response, its thinking up to the answer, or the rest.
+            ``<think>``; or of a response, its thinking up to the answer, the rest, and the token
+            that ended it, if the template ends no earlier answer by it.
         role: of a message.
     """
 
     ids: Sequence[int]
     turn: int
-    kind: Literal["message", "opening", "thinking", "answer"]
+    kind: Literal["message", "opening", "thinking", "answer", "end"]
     role: Role = "user"
 
 
@@ -110,6 +111,8 @@ class AsTemplate(Append):
         instead = {turn: ids for turn, ids in zip(turns, written, strict=True) if ids is not None}
         shown = []
         for span in spans:
+            if span.kind == "end":
+                continue
             if span.turn not in instead or span.kind == "message":
                 shown.append(span)
             elif span.kind == "answer":

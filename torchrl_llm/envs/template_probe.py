@@ -175,6 +175,8 @@ class _Probe:
         self._check_one_message()
         field, rewrites = self._thinking_field("user")
         first, user = self._frames("user")
+        if self._ends_once is not None:
+            rewrites = f"it writes {self._ends_once!r} after the last assistant message only"
         rewrites = rewrites or (None if appends else self._cuts(field))
         tool = self._tool_frame(appends or rewrites is not None)
         return TemplateProperties(
@@ -191,6 +193,8 @@ class _Probe:
             tail=self._last.rpartition(_answered(0))[2],
             has_tool_role=tool is not None,
             shows_date=self.render.shows_date(),
+            ends_once=self._ends_once,
+            header=self._writes if self._message_of_thought else "",
             rewrites=rewrites,
             texts=tuple(self._texts()),
         )
@@ -202,7 +206,30 @@ class _Probe:
         pairs = [pair for pair in self._pairs if text.rfind(pair[0]) > text.rfind(pair[1])]
         return max(pairs, key=lambda pair: text.rfind(pair[0]), default=None)
 
+    @cached_property
+    def _ends_once(self) -> str | None:
+        """The control token that ends the last answer, and none that is followed."""
+        end = answer_end(self.control, self._last, "", _answered(0), _asked(1))
+        behind = self._followed.rpartition(_asked(1))[0].rpartition(_answered(0))[2]
+        return None if end is None or end in self.tokens.findall(behind) else end
+
+    @cached_property
+    def _message_of_thought(self) -> Pair | None:
+        """What stands around a thought that is a message of its own before the answer's, up to the
+        header of the answer; ``None``: thoughts are none."""
+        end = self._ends_once or answer_end(self.control, "", self._followed, _answered(0), _asked(1))
+        for field, text in self._fields.items():
+            before, _, behind = text.removeprefix(self._prompt).partition(_THOUGHT)
+            closing = behind.partition(_answered(0))[0]
+            rest = closing.removesuffix(self._writes)
+            # Sampling must not stop at the end of the thought.
+            if rest != closing and self.tokens.search(rest) and self._end_of_thought(field) != end:
+                return before, rest
+        return None
+
     def _thinks(self) -> Pair:
+        if self._message_of_thought is not None:
+            return self._message_of_thought
         opened = [pair for pair in self._pairs if pair[0] in self._opens]
         fields = [pair for text in self._fields.values() if (pair := self._unclosed(text.partition(_THOUGHT)[0]))]
         known = [self._unclosed(self._opens), *opened, *fields]
@@ -234,7 +261,8 @@ class _Probe:
         thought_ends = [self._end_of_thought(field) for field in self._fields]
         around = [] if end is None else [*_openings(end)]
         header = [token for token in written if token not in within and token not in around]
-        if end is not None and (end in (*written, *thought_ends) or (header and not any(thought_ends))):
+        apart = self._message_of_thought is not None
+        if end is not None and not apart and (end in (*written, *thought_ends) or (header and not any(thought_ends))):
             raise ChatTemplateError(
                 f"The chat template of the tokenizer {self.render.tokenizer.name_or_path!r} makes several messages of one answer: "
                 f"the model writes {self._writes!r} itself before its answer, and {end!r}, which ends the answer, ends its "
@@ -412,6 +440,4 @@ class _Probe:
         role."""
         followed = self.render([_QUESTION, _ANSWER, Message(role, _asked(1))])
         end = answer_end(self.control, self._last, followed, _answered(0), _asked(1))
-        if end is not None and end not in self.tokens.findall(frame.before):
-            raise not_append_only(self.render, f"it writes {end!r} after the last assistant message only")
-        return end
+        return end if end in self.tokens.findall(frame.before) else None

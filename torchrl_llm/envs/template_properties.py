@@ -55,6 +55,10 @@ class TemplateProperties:
         tail: what the template writes behind the last answer.
         has_tool_role: whether it has a frame of its own for the output of tools.
         shows_date: whether it shows today's date.
+        ends_once: the control token that ends the last answer and no earlier one, such as harmony's
+            ``<|return|>``; ``None``: all end alike.
+        header: where an answer may be several messages, what the model writes before the last,
+            such as ``<|channel|>final<|message|>``; it is no part of the answer's text.
         rewrites: what it does to earlier answers once messages are added; ``None``: nothing.
         texts: those that its expressions hold, at which it may cut answers.
     """
@@ -72,6 +76,8 @@ class TemplateProperties:
     tail: str = ""
     has_tool_role: bool = False
     shows_date: bool = False
+    ends_once: str | None = None
+    header: str = ""
     rewrites: str | None = None
     texts: tuple[str, ...] = ()
 

@@ -100,6 +100,7 @@ class TemplateView:
             shown = opening.removeprefix(prompt)
             if thinks and found.thinking_field is None:
                 shown = shown.removesuffix(_BEHIND.lstrip(self.stripped))  # it is the answer's own
+            shown = shown.removesuffix(found.header)  # the answer has it too
             kept = _thought(i) in shown if thinks else shown == found.opens
             written.append(None if kept else shown)
         return tuple(written)
