@@ -327,7 +327,6 @@ class TestErrors:
             (DROPS_OLD_TURNS, "once a message is added"),
             (NUMBERS_TURNS, "user 3.* before one message, .*user 5"),
             (CHANGES_CONTENT, "does not render the message"),
-            (ENDS_ONCE, "after the last assistant message only"),
         ],
     )
     def test_template_that_rewrites_history(self, template, reason):

@@ -25,6 +25,7 @@ from torchrl_llm.envs import (
     Append,
     AsTemplate,
     ChatFormatter,
+    ChatTemplateError,
     GEMEnv,
     KeepLast,
     NotAppendOnlyError,
@@ -35,6 +36,7 @@ from torchrl_llm.envs import (
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, enable_prefix_sharing
 from torchrl_llm.rendering import Message, Renderer
 from torchrl_llm.runs import RunSettings, build_run
+from torchrl_llm.stops import response_end_ids
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.trainers import Callback
@@ -173,6 +175,63 @@ class TestAsTemplate:
         text = formatter.tokenizer.decode(formatter.start("2 + 2"))
         assert "hm" not in text
         assert "assistant\n2<|im_end|>" in text
+
+
+# ---------------------------------------- answers of several messages
+
+HARMONY = """{% for m in messages %}
+{%- set last = loop.last and not add_generation_prompt %}
+{%- if m.role == 'assistant' %}
+{%- if m.thinking and last %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + ('<|return|>' if last else '<|end|>') }}
+{%- else %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+
+
+class TestSeveralMessages:
+    """Harmony's way: a thought is a message of its own, whose end does not end the response."""
+
+    def setup_method(self):
+        self.tokenizer = tokenizer_with(HARMONY, *TOKENS)
+        self.formatter = ChatFormatter(self.tokenizer)
+
+    def test_the_end_of_a_thought_is_no_end_of_the_response(self):
+        end, last = self.tokenizer.convert_tokens_to_ids(["<|end|>", "<|return|>"])
+        assert self.formatter.end_of_turn_ids[0] == last
+        assert last in response_end_ids(self.tokenizer)
+        assert end not in response_end_ids(self.tokenizer)
+
+    @pytest.mark.parametrize("thought", ["", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"])
+    def test_the_answer_is_the_last_message(self, thought):
+        said = self.tokenizer.encode(f"{thought}<|channel|>final<|message|>5<|return|>")
+        assert self.formatter.decode(said).text == "5"
+
+    def test_contexts_are_the_templates_own_rendering(self):
+        spans, messages = self.formatter.first_spans("q0"), [Message("user", "q0")]
+        for turn, thinks in enumerate([True, False, True]):
+            thought = f"<|channel|>analysis<|message|>hm {turn}<|end|><|start|>assistant" * thinks
+            said = self.tokenizer.encode(f"{thought}<|channel|>final<|message|>a{turn}<|return|>")
+            spans += self.formatter.turn_spans(said, f"q{turn + 1}", turn)
+            messages += [Message("assistant", f"a{turn}", {"thinking": f"hm {turn}"} if thinks else {})]
+            messages += [Message("user", f"q{turn + 1}")]
+            text = self.tokenizer.decode(shown(self.formatter, spans))
+            assert text == Renderer(self.tokenizer)(messages)
+        assert "hm" not in text
+        assert "<|return|>" not in text
+
+    def test_an_answer_in_text_gets_its_header(self):
+        assert self.tokenizer.decode(self.formatter.answer("5")) == "<|channel|>final<|message|>5<|return|>"
+
+    def test_what_was_sampled_cannot_be_kept(self):
+        with pytest.raises(NotAppendOnlyError, match=r"'<\|return\|>' after the last assistant message only"):
+            ChatFormatter(self.tokenizer, contexts="append")
+
+    def test_where_one_token_ends_both_it_is_refused(self):
+        template = HARMONY.replace("('<|return|>' if last else '<|end|>')", "'<|end|>'")
+        with pytest.raises(ChatTemplateError, match="several messages of one answer"):
+            ChatFormatter(tokenizer_with(template, *TOKENS))
 
 
 # ---------------------------------------- other rules

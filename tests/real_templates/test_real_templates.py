@@ -38,11 +38,12 @@ PROPERTIES = {
     "before an answer, which its generation prompt leaves out": "lets the model write a header",
     "it changes answers with": "changes answers",
     "it refuses answers with": "refuses answers with some tokens",
+    "after the last assistant message only": "ends only its last answer by a token",
     "makes several messages of one answer": "several messages an answer (harmony)",
     "pass what it lacks as chat_template_kwargs": "needs variables",
 }
 # What users name first, of which none may be refused.
-ACCEPTED = """qwen3 qwen3_5_think qwen3_6 glm4moe deepseek_r1_distill nemotron_3_nano gemma4_v5 lfm2_2_5 cohere cohere2 gemma gemma3 lfm2 lfm2_v2 llama3 llama3_1 llama3_2 phi3 phi3_5 qwen2_5 qwen3_instruct_2507 qwen2_5_vl
+ACCEPTED = """gptoss muse_glimmer qwen3 qwen3_5_think qwen3_6 glm4moe deepseek_r1_distill nemotron_3_nano gemma4_v5 lfm2_2_5 cohere cohere2 gemma gemma3 lfm2 lfm2_v2 llama3 llama3_1 llama3_2 phi3 phi3_5 qwen2_5 qwen3_instruct_2507 qwen2_5_vl
 qwen3_vl idefics3 smolvlm llava_next qwen3_8 qwen3_training qwen3_5_think_training qwen3_6_training deepseek_r1_distill_training"""
 QUESTIONS = ["Add 2 and 2.", " \n And 3?\n\n", "Once\nmore: {{ 5 }}", "  Good."]
 ANSWERS = ["4", "It is\n7.", "12"]

@@ -249,7 +249,9 @@ class ChatFormatter(Checked):
         if reason is None:
             return Append()
         self.rule = AsTemplate()
-        for field in (None, *self.properties.thinking_fields):
+        # A thought that is a message of its own is never in the content.
+        content = [] if self.properties.header else [None]
+        for field in (*content, *self.properties.thinking_fields):
             self.properties = replace(self.properties, thinking_field=field)
             self._form = AnswerForm(render, self.properties, self.missing_thinking)
             try:
