@@ -80,6 +80,10 @@ def shown(formatter, spans, rule=None, room=10**6):
     return [i for span in (rule or formatter.rule)(spans, formatter, room) for i in span.ids]
 
 
+def turn_of(formatter, response, message, turn, role="user"):
+    return formatter.turn_spans(response, message, turn, role=role, said=formatter.decode(response))
+
+
 @pytest.fixture(params=[*TEMPLATES, "qwen3"], scope="module")
 def formatter(request):
     if request.param == "qwen3":
@@ -112,7 +116,7 @@ class TestAsTemplate:
             # As it is, not as the template writes it.
             said = whole.removeprefix(found.opens) if found.closes else whole
             response = [*formatter.encode_answer(said), *formatter.end_of_turn_ids[:1]]
-            spans += formatter.turn_spans(response, f"Go on {turn}.", turn, role=role)
+            spans += turn_of(formatter, response, f"Go on {turn}.", turn, role)
             expected = tokenizer.encode(render(messages), add_special_tokens=False)
             assert tokenizer.decode(shown(formatter, spans)) == tokenizer.decode(expected)
 
@@ -122,7 +126,7 @@ class TestAsTemplate:
         encode, (opening, closing) = formatter.tokenizer.encode, THINKS
         answer = [i for letter in "\n\nIt is 5." for i in encode(letter)]
         response = [*encode(opening), *encode("hm"), *encode(closing), *answer, *formatter.end_of_turn_ids[:1]]
-        spans = formatter.first_spans("q") + formatter.turn_spans(response, "Go on.", 0)
+        spans = formatter.first_spans("q") + turn_of(formatter, response, "Go on.", 0)
         ids = shown(formatter, spans)
         assert formatter.tokenizer.decode(ids).count("hm") == 0
         rest = [*answer[2:], *formatter.end_of_turn_ids[:1]]
@@ -133,7 +137,7 @@ class TestAsTemplate:
     def test_a_thought_that_is_not_closed_is_dropped_whole(self, special, ended):
         formatter = make_formatter("opens", special=special)
         response = [*formatter.tokenizer.encode("5 or"), *formatter.end_of_turn_ids[: int(ended)]]
-        spans = formatter.first_spans("q") + formatter.turn_spans(response, "Go on.", 0)
+        spans = formatter.first_spans("q") + turn_of(formatter, response, "Go on.", 0)
         text = formatter.tokenizer.decode(shown(formatter, spans))
         assert text == (
             "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n"
@@ -213,7 +217,7 @@ class TestSeveralMessages:
         for turn, thinks in enumerate([True, False, True]):
             thought = f"<|channel|>analysis<|message|>hm {turn}<|end|><|start|>assistant" * thinks
             said = self.tokenizer.encode(f"{thought}<|channel|>final<|message|>a{turn}<|return|>")
-            spans += self.formatter.turn_spans(said, f"q{turn + 1}", turn)
+            spans += turn_of(self.formatter, said, f"q{turn + 1}", turn)
             messages += [Message("assistant", f"a{turn}", {"thinking": f"hm {turn}"} if thinks else {})]
             messages += [Message("user", f"q{turn + 1}")]
             text = self.tokenizer.decode(shown(self.formatter, spans))

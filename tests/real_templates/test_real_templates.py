@@ -104,7 +104,9 @@ def contexts(formatter: ChatFormatter, role: str, answers: list[str]) -> list[li
     seen = [[*formatter.start(QUESTIONS[0])]]
     for i, answer in enumerate(answers):
         follows = role if i + 2 < len(QUESTIONS) else "user"
-        spans += formatter.turn_spans(formatter.answer(answer, role=follows), QUESTIONS[i + 1], i, role=follows)
+        response = formatter.answer(answer, role=follows)
+        said = formatter.decode(response)
+        spans += formatter.turn_spans(response, QUESTIONS[i + 1], i, role=follows, said=said)
         seen.append([i for span in formatter.rule(spans, formatter, sys.maxsize) for i in span.ids])
     return seen
 

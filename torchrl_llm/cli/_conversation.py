@@ -46,7 +46,8 @@ class Conversation:
         """
         formatter = self.loaded.formatter
         if self._spans:
-            new = formatter.turn_spans(self._response, message, self._turn - 1)
+            said = formatter.decode(self._response)
+            new = formatter.turn_spans(self._response, message, self._turn - 1, said=said)
         else:
             new = formatter.first_spans(message)
         spans, response = [*self._spans, *new], list[int]()

@@ -74,7 +74,8 @@ def episode_from_messages(
         segment = len(episode.contexts)
         episode.add(Turn(num_tokens(context), segment, np.array(ids), unknown, np.zeros(len(ids), np.int64)))
         if "content" in follows:
-            new = formatter.turn_spans(ids, follows["content"], turn, role=follows["role"])
+            said = formatter.decode(ids)
+            new = formatter.turn_spans(ids, follows["content"], turn, role=follows["role"], said=said)
         else:
             new = [Span(ids, turn, "answer")]
         spans, before, context = [*spans, *new], context, [*context, *new]

@@ -224,7 +224,8 @@ class ChatFormatter(Checked):
             self._raw_properties() if render is None else probe_template(render, self._control, appends=appends)
         )
         self._form = AnswerForm(render, self.properties, missing_thinking)
-        self._in_thought = self._form.is_open("")  # where a response begins
+        # Where a response begins to the template, and here.
+        self._in_thought = self._begins_in_thought = self._form.is_open("")
         self.template_date = today.isoformat() if self.properties.shows_date else None
         # Tokens that a template writes within answers, such as those around thinking.
         own = "".join(self.properties.thinks) + self.properties.header
@@ -237,6 +238,8 @@ class ChatFormatter(Checked):
         self.stop_ids: tuple[int, ...] = tuple(i for i, token in added.items() if token.special)
         self._make_caches()
         self._opening = self._encode_written(self.properties.opens)
+        closing = self._encode_written(self.properties.thinks[1])
+        self._closing_id = closing[0] if len(closing) == 1 and closing[0] in added else None
         self._view: TemplateView | None = None
         self._stripped: str | None = None
         self.rule: ContextRule = Append() if render is None or appends else self._followed(render)
@@ -331,9 +334,10 @@ class ChatFormatter(Checked):
             message: the environment's next message.
             turn: of the response.
             role: of the message.
-            said: what :meth:`decode` makes of the response, if that is known.
+            said: what :meth:`decode` made of the response; ``None``: its thinking is not told from
+                its answer.
         """
-        thought = self._num_thought(response, self.decode(response) if said is None else said)
+        thought = 0 if said is None else self._num_thought(response, said)
         thinking = [Span(response[:thought], turn, "thinking")] if thought else []
         feedback = self.feedback(response, message, role=role)
         role = self._role_behind(response, role)
@@ -361,7 +365,13 @@ class ChatFormatter(Checked):
         if not start:
             return 0
         ids = self._without_end(response)
-        return bisect_right(range(len(ids) + 1), start, key=lambda count: len(self._text(ids[:count]))) - 1
+        if self._closing_id is None or self._closing_id not in ids:
+            return bisect_right(range(len(ids) + 1), start, key=lambda count: len(self._text(ids[:count]))) - 1
+        # Decoding a long thought again and again would take longer than the environment.
+        place = [*ids].index(self._closing_id) + 1
+        while place < len(ids) and not self._text(ids[place : place + 1]).lstrip(self._stripped):
+            place += 1
+        return place
 
     def written_before(self, roles: tuple[Role, ...], thinking: tuple[bool, ...]) -> list[tuple[int, ...] | None]:
         """The ids that the template writes before each answer of a conversation, in the place of
@@ -380,9 +390,12 @@ class ChatFormatter(Checked):
         """A response as the environment gets it: its text, without the token that ended it and with
         the thought that the prompt opened for it; and the answer behind the thinking beside it.
         """
+        return self._said(response, in_thought=self._begins_in_thought)
+
+    def _said(self, response: Sequence[int], *, in_thought: bool) -> Response:
         text = self._text(self._without_end(response))
-        whole = self.properties.opens + text if self._in_thought else text
-        text = text_behind_thinking(whole, self.properties.thinks, opened=self._in_thought)
+        whole = self.properties.opens + text if in_thought else text
+        text = text_behind_thinking(whole, self.properties.thinks, opened=in_thought)
         return Response(whole, text=text.removeprefix(self.properties.header))
 
     def _without_end(self, response: Sequence[int]) -> Sequence[int]:

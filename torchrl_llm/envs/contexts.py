@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torchrl_llm.rendering import Role
 
@@ -80,10 +80,31 @@ def ids_of(spans: Sequence[Span]) -> list[int]:
 def selected(
     rules: Iterable[ContextRule], spans: Sequence[Span], formatter: ShowsAnswers, room: int = sys.maxsize
 ) -> Sequence[Span]:
-    """What rules select, each from what the one before it left."""
+    """What rules select, each from what the one before it left.
+
+    Raises:
+        ValueError: a rule returned something else than spans, or no token.
+    """
     for rule in rules:
-        spans = rule(spans, formatter, room)
+        given, spans = spans, [*(rule([*spans], formatter, room) or ())]
+        if spans != given:
+            _check(rule, spans, given)
     return spans
+
+
+def _check(rule: ContextRule, spans: Sequence[Span], given: Sequence[Span]) -> None:
+    known = {id(span) for span in given}
+    wrong = [span for span in spans if id(span) not in known and not _is_span(span)]
+    if wrong or not any(len(span.ids) for span in spans):
+        found = f"{wrong[0]!r:.80}" if wrong else "no token"
+        raise ValueError(
+            f"The context rule {rule!r:.80} returned {found}; expected a list of spans (torchrl_llm.envs.Span), of those that it got or "
+            "of its own, with ids >= 0."
+        )
+
+
+def _is_span(span: Any) -> bool:
+    return isinstance(span, Span) and all(isinstance(i, int) and i >= 0 for i in span.ids)
 
 
 @dataclass(frozen=True)

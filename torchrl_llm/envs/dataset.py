@@ -293,7 +293,7 @@ class PromptFormatter(ChatFormatter):
         answers = [self.encode_answer(self._form(answer)) for answer in contents[1::2]]
         self._message, self._examples = contents[0], list(zip(answers, contents[2::2], strict=True))
         begun = self._form.beginning(prefill)
-        self._prefill, self._in_thought = self.encode_answer(begun), self._form.is_open(begun)
+        self._prefill, self._begins_in_thought = self.encode_answer(begun), self._form.is_open(begun)
 
     @staticmethod
     def _check(messages: list[tuple[str, str]]) -> None:
@@ -310,7 +310,8 @@ class PromptFormatter(ChatFormatter):
         """The ids of the prompt that asks the question ``message``."""
         spans = self._with_opening(super().start(self._message.replace(PLACEHOLDER, message)), -1, "user")
         for turn, (answer, question) in enumerate(self._examples):
-            spans += self.turn_spans(answer, question.replace(PLACEHOLDER, message), turn)
+            said = self._said(answer, in_thought=self._in_thought)
+            spans += self.turn_spans(answer, question.replace(PLACEHOLDER, message), turn, said=said)
         return (*ids_of(selected([self.rule], spans, self)), *self._prefill)
 
 

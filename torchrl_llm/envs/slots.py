@@ -230,9 +230,9 @@ class SlotMachine:
         self.columns = merged_columns((spec.name, spec.columns) for spec in self.mixture)
         # An evaluation replaces the sampler.
         self._stream, self._first_seed = self.task_sampler.stream, self.task_sampler.seed
-        slide = Slide() if self.overflow == "slide" else None
-        rules = (self.formatter.rule, self.context_rule, slide)
-        self._rules = [rule for rule in rules if rule is not None and type(rule) is not Append]
+        slide = [Slide()] if self.overflow == "slide" else []
+        rules = (self.formatter.rule, self.context_rule or Append(), *slide)
+        self._rules = [rule for rule in rules if type(rule) is not Append]
         self._slots = [Slot() for _ in range(self.num_slots)]
         self._firsts: tuple[Any, list[int]] = (None, [])
         self._pool: Pool | None = None
@@ -334,7 +334,8 @@ class SlotMachine:
         try:
             said = self.formatter.decode(response)
             step = state.envs[state.task_spec.env_id].step(said)
-            new = self.formatter.turn_spans(response, step.message, state.turn, role=step.role, said=said)
+            split = said if self._rules else None
+            new = self.formatter.turn_spans(response, step.message, state.turn, role=step.role, said=split)
         except (Exception, SystemExit) as error:
             raise self.fault(state.task_spec, state.turn, error) from error
         return Reply(new, step, *self._next_context(state, new, self._stop_reason(state, step)))
@@ -350,14 +351,17 @@ class SlotMachine:
         if not self._rules:
             full = reason == StopReason.RUNNING and state.length + num_tokens(new) > room
             return StopReason.CONTEXT if full else reason, None
+        ends = reason != StopReason.RUNNING
+        if ends and self._rules == [Slide()] and state.length + num_tokens(new) <= self.max_model_len:
+            return reason, None
         spans = [*state.spans, *new]
         context = selected(self._rules, spans, self.formatter, room)
         if num_tokens(context) > room and reason == StopReason.RUNNING:
             reason = StopReason.CONTEXT
         # A critic values what would follow an episode that was cut off by its last context, which
         # has to hold all of the last feedback, if there is room at all.
-        if num_tokens(context) > self.max_model_len:
-            context = selected(self._rules, spans, self.formatter, self.max_model_len)
+        if num_tokens(context) > self.max_model_len and self.overflow == "slide":
+            context = Slide()(context, self.formatter, self.max_model_len)
         return reason, None if context == state.context + new else context
 
     def advance(self, slot: int, response: list[int], reply: Reply) -> None:

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torchrl_llm.envs.contexts import ContextRule, Span, ids_of, selected
+from torchrl_llm.envs.response import Response
+from torchrl_llm.envs.template_probe import not_append_only
 from torchrl_llm.envs.template_properties import TemplateProperties
 from torchrl_llm.rendering import ChatTemplateError, Message, Renderer, Role
 
 _MOST = 2**14  # conversations that are remembered
 _BEHIND = "\n\n"  # a thought
+_SPACES = "\n \t\r"
+_TURNS = 4
 
 
 class TemplateView:
@@ -64,21 +68,16 @@ class TemplateView:
 
     def _stripped(self) -> str | None:
         thinks = self._properties.closes is not None or not self._properties.opens
-        shown = [self._before(f"{space}{_answered(0)}", thinks) for space in ("", "\n ")]
-        kept = shown[1].removeprefix(shown[0])
-        return None if not kept else "\n" if kept == " " else ""
+        plain = self._before(_answered(0), thinks)
+        found = [space for space in _SPACES if self._before(f"{space}{_answered(0)}", thinks) == plain]
+        return None if found == [*_SPACES] else "".join(found)
 
     def _before(self, answer: str, thinks: bool) -> str:
         found = self._properties
-        answers = [self.answer(answer, _thought(0) * thinks), self.answer(_answered(1), _thought(1) * thinks)]
-        # Behind another one: some keep what the latest answer thought.
-        messages = [
-            Message("user", _asked(0)),
-            answers[0],
-            Message("user", _asked(1)),
-            answers[1],
-            Message("user", _asked(2)),
-        ]
+        messages = [Message("user", _asked(0)), self.answer(answer, _thought(0) * thinks)]
+        for i in range(1, _TURNS):  # some keep what the latest answers thought
+            messages += [Message("user", _asked(i)), self.answer(_answered(i), _thought(i) * thinks)]
+        messages.append(Message("user", _asked(_TURNS)))
         opening = self._render(messages).partition(_asked(0))[2].partition(_answered(0))[0]
         return opening.removeprefix(found.first.after.removesuffix(found.opens))
 
@@ -96,7 +95,8 @@ class TemplateView:
             closing, asked, text = text.partition(_asked(i + 1))
             prompt = frame.after.removesuffix(found.opens)
             if not (answered and asked and opening.startswith(prompt) and closing == follows.before):
-                raise ChatTemplateError(f"It writes {opening + answered + closing!r} of an earlier turn.")
+                wrote = (opening + answered + closing)[-80:]
+                raise not_append_only(self._render, f"it writes {wrote!r} of turn {i}, later on", keep=True)
             shown = opening.removeprefix(prompt)
             if thinks and found.thinking_field is None:
                 shown = shown.removesuffix(_BEHIND.lstrip(self.stripped))  # it is the answer's own
@@ -141,7 +141,11 @@ class Formats(Protocol):
 
     def first_spans(self, message: str) -> list[Span]: ...
 
-    def turn_spans(self, response: Sequence[int], message: str, turn: int, *, role: Role) -> list[Span]: ...
+    def decode(self, response: Sequence[int]) -> Response: ...
+
+    def turn_spans(
+        self, response: Sequence[int], message: str, turn: int, *, role: Role, said: Response | None
+    ) -> list[Span]: ...
 
     def answer(self, text: str, *, role: Role) -> tuple[int, ...]: ...
 
@@ -164,7 +168,7 @@ def follows_template(formatter: Formats, render: Renderer, view: TemplateView) -
     texts = [text for text in found.texts if {*formatter.stop_ids}.isdisjoint(formatter.encode_answer(text))]
     answers = [f"{edge}5\n{text} 6 {text}\n\n7{edge}" for text in texts for edge in [text.strip()]]
     answers += [f"{opening}\n5\n{closing}\n\n6" for opening, closing in found.pairs if closing != found.thinks[1]]
-    trials += [(("user", "user"), [(answer, ways[-1][0])]) for answer in answers]
+    trials += [(("user", "user"), [(answer, thought)]) for answer in answers for thought in {ways[0][0], ways[-1][0]}]
     return all(_follows(formatter, render, view, *trial) for trial in trials)
 
 
@@ -180,7 +184,8 @@ def _follows(
     for turn, (text, thought) in enumerate(answers):
         message, role = view.answer(text, thought), roles[turn + 1]
         response = formatter.answer(view.text(text, thought), role=role)
-        spans += formatter.turn_spans(response, asked[turn + 1].content, turn, role=role)
+        said = formatter.decode(response)
+        spans += formatter.turn_spans(response, asked[turn + 1].content, turn, role=role, said=said)
         messages += [message, asked[turn + 1]]
         if thought and formatter.properties.thinks[1] not in formatter.tokenizer.decode(response):
             return False  # it writes a thought in another way than a model does
