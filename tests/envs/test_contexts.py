@@ -169,9 +169,12 @@ class TestAsTemplate:
         )
         assert shown(pickle.loads(pickle.dumps(formatter)), spans) == shown(formatter, spans)
 
-    def test_worked_examples_are_shown_so_too(self):
+    @pytest.mark.parametrize("begun", ["", "<think>\n", "<think>\nok\n</think>\n\nIt is"])
+    def test_worked_examples_are_shown_so_too(self, begun):
+        """Whatever is begun for the answer behind them."""
         template, pair, _ = TEMPLATES["drops"]
         example = [("user", "1 + 1"), ("assistant", "<think>\nhm\n</think>\n\n2"), ("user", "{question}")]
+        example += [("assistant", begun)] if begun else []
         formatter = PromptFormatter(
             tokenizer_with(template, *pair, special=False),
             conversation_template=[{"role": role, "content": content} for role, content in example],
@@ -179,6 +182,7 @@ class TestAsTemplate:
         text = formatter.tokenizer.decode(formatter.start("2 + 2"))
         assert "hm" not in text
         assert "assistant\n2<|im_end|>" in text
+        assert text.endswith(f"2 + 2<|im_end|>\n<|im_start|>assistant\n{begun}")
 
 
 # ---------------------------------------- answers of several messages
@@ -384,6 +388,34 @@ class TestEnvironment:
             for prompt, length in zip(last[keys.PROMPT], last[keys.PROMPT_LENGTH].flatten(), strict=True)
         ]
         assert not any("tool" in text for text in texts)
+
+    @pytest.mark.parametrize(
+        "rule",
+        [
+            lambda spans, formatter, room: [],
+            lambda spans, formatter, room: None,
+            lambda spans, formatter, room: [Span([], 0, "answer")],
+            lambda spans, formatter, room: [Span([1.5], 0, "answer")],
+            lambda spans, formatter, room: [Span([-1], 0, "answer")],
+            lambda spans, formatter, room: ["text"],
+        ],
+    )
+    def test_what_a_rule_returns_is_checked(self, rule):
+        tokenizer = thinking_tokenizer()
+        env = make_env(tokenizer=tokenizer, context_rule=rule)
+        with pytest.raises(ValueError, match=r"The context rule .* returned .*; expected a list of spans"):
+            env.rollout(4, scripted(tokenizer), break_when_any_done=False)
+
+    def test_any_sequence_of_spans_will_do(self):
+        tokenizer = thinking_tokenizer()
+        for rule in (
+            lambda spans, *_: tuple(spans),
+            lambda spans, *_: (span for span in spans),
+            lambda spans, *_: spans.reverse() or spans[::-1],
+        ):
+            env = make_env(tokenizer=tokenizer, contexts="append", context_rule=rule)
+            batch = env.rollout(4, scripted(tokenizer), break_when_any_done=False)
+            assert int(batch[keys.SEGMENT].max()) == 0
 
     def test_contexts_that_grow_have_no_segments(self):
         env = make_env(contexts="append")
