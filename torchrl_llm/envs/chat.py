@@ -238,8 +238,8 @@ class ChatFormatter(Checked):
         self.stop_ids: tuple[int, ...] = tuple(i for i, token in added.items() if token.special)
         self._make_caches()
         self._opening = self._encode_written(self.properties.opens)
-        closing = self._encode_written(self.properties.thinks[1])
-        self._closing_id = closing[0] if len(closing) == 1 and closing[0] in added else None
+        closing = self.properties.thinks[1]
+        self._closing_id = self._id(closing) if closing in self._control else None
         self._view: TemplateView | None = None
         self._stripped: str | None = None
         self.rule: ContextRule = Append() if render is None or appends else self._followed(render)
