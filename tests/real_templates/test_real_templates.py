@@ -43,7 +43,7 @@ PROPERTIES = {
     "pass what it lacks as chat_template_kwargs": "needs variables",
 }
 # What users name first, of which none may be refused.
-ACCEPTED = """gptoss muse_glimmer qwen3 qwen3_5_think qwen3_6 glm4moe deepseek_r1_distill nemotron_3_nano gemma4_v5 lfm2_2_5 cohere cohere2 gemma gemma3 lfm2 lfm2_v2 llama3 llama3_1 llama3_2 phi3 phi3_5 qwen2_5 qwen3_instruct_2507 qwen2_5_vl
+ACCEPTED = """gptoss qwen3 qwen3_5_think qwen3_6 glm4moe deepseek_r1_distill nemotron_3_nano gemma4_v5 lfm2_2_5 cohere cohere2 gemma gemma3 lfm2 lfm2_v2 llama3 llama3_1 llama3_2 phi3 phi3_5 qwen2_5 qwen3_instruct_2507 qwen2_5_vl
 qwen3_vl idefics3 smolvlm llava_next qwen3_8 qwen3_training qwen3_5_think_training qwen3_6_training deepseek_r1_distill_training"""
 QUESTIONS = ["Add 2 and 2.", " \n And 3?\n\n", "Once\nmore: {{ 5 }}", "  Good."]
 ANSWERS = ["4", "It is\n7.", "12"]
