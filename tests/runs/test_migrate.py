@@ -202,3 +202,13 @@ def test_null_for_a_default_and_options_of_other_algorithms_are_left_out(tmp_pat
 def test_a_folder_does_not_have_its_estimator_imported():
     saved = settings_of_now({"algo": "GRPO", "estimator": "strange_module:Estimator", "gamma": None, "scale": "none"})
     assert (saved["estimator"], saved["scale"], "gamma" in saved) == ("strange_module:Estimator", "none", False)
+
+
+@pytest.mark.parametrize(("history", "contexts"), [("append", "append"), ("refuse", "auto")])
+def test_what_became_of_history(tmp_path, history, contexts):
+    """What 0.2 refused is followed now."""
+    file = tmp_path / "old.yaml"
+    file.write_text(f"batch_size: 8\nhistory: {history}\n")
+    (tmp_path / "new.yaml").write_text(migrated(file))
+    assert RunSettings.from_yaml(tmp_path / "new.yaml").chat.contexts == contexts
+    assert settings_of_now({"algo": "GRPO", "history": history})["contexts"] == contexts
