@@ -144,6 +144,18 @@ class TestAsTemplate:
             "<|im_start|>assistant\n<think>\n"
         )
 
+    @pytest.mark.parametrize("name", ["qwen3", "drops", "through tools"])
+    def test_an_empty_thought_is_written_as_the_template_writes_it(self, name):
+        """Qwen3 leaves it out before the output of a tool, where it keeps others."""
+        formatter = ChatFormatter(make_tokenizer(FAMILIES["qwen3"])) if name == "qwen3" else make_formatter(name)
+        text, spans, messages = "<think>\n\n</think>\n\n4", formatter.first_spans("q"), [Message("user", "q")]
+        for turn, role in enumerate(["tool", "tool", "user", "tool"]):
+            response = [*formatter.encode_answer(text), *formatter.end_of_turn_ids[:1]]
+            spans += turn_of(formatter, response, f"r{turn}", turn, role)
+            messages += [Message("assistant", text), Message(formatter.properties.role(role), f"r{turn}")]
+            expected = Renderer(formatter.tokenizer)(messages)
+            assert formatter.tokenizer.decode(shown(formatter, spans)) == expected, turn
+
     def test_it_says_so(self, caplog):
         with caplog.at_level(logging.INFO):
             make_formatter("drops")

@@ -21,7 +21,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm.envs.answers import AnswerForm, MissingThinking
-from torchrl_llm.envs.contexts import Append, AsTemplate, ContextRule, Span
+from torchrl_llm.envs.contexts import Append, AsTemplate, ContextRule, Span, Thought
 from torchrl_llm.envs.message_cache import MessageCache
 from torchrl_llm.envs.response import Response, text_behind_thinking
 from torchrl_llm.envs.template_probe import Contexts, not_append_only, probe_template
@@ -338,7 +338,7 @@ class ChatFormatter(Checked):
                 its answer.
         """
         thought = 0 if said is None else self._num_thought(response, said)
-        thinking = [Span(response[:thought], turn, "thinking")] if thought else []
+        thinking = [Span(response[:thought], turn, "thinking" if self._thinks(said) else "empty")] if thought else []
         feedback = self.feedback(response, message, role=role)
         role = self._role_behind(response, role)
         end = len(response) - (self._ends_once is not None and self._ends_once in response[-1:])
@@ -351,6 +351,11 @@ class ChatFormatter(Checked):
         if not self._opening or ids[end:] != self._opening:
             return [Span(ids, turn, "message", role)]
         return [Span(ids[:end], turn, "message", role), Span(self._opening, turn + 1, "opening")]
+
+    def _thinks(self, said: Response | None) -> bool:
+        """Whether there is a thought in the thinking of a response, not white space alone."""
+        opening, closing = self.properties.thinks
+        return bool((said or "").lstrip().removeprefix(opening).partition(closing)[0].strip())
 
     def _num_thought(self, response: Sequence[int], said: Response) -> int:
         """How many ids of a response are its thinking, with the white space behind it that the
@@ -373,15 +378,15 @@ class ChatFormatter(Checked):
             place += 1
         return place
 
-    def written_before(self, roles: tuple[Role, ...], thinking: tuple[bool, ...]) -> list[tuple[int, ...] | None]:
+    def written_before(self, roles: tuple[Role, ...], thoughts: tuple[Thought, ...]) -> list[tuple[int, ...] | None]:
         """The ids that the template writes before each answer of a conversation, in the place of
         what the prompt opened and of its thought; ``None``: these stand there.
 
         Args:
             roles: of the messages, one more than there are answers.
-            thinking: whether each answer has a thought.
+            thoughts: of each answer.
         """
-        written = [None] * len(thinking) if self._view is None else self._view(roles, thinking)
+        written = [None] * len(thoughts) if self._view is None else self._view(roles, thoughts)
         return [None if text is None else self._encode_written(text) for text in written]
 
     # ---------------------------------------- responses

@@ -25,27 +25,32 @@ class Span(NamedTuple):
         turn: the turn of a response, of what the prompt opens for it, and of the message that
             follows it; -1: the first message.
         kind: a message of the environment; what the prompt opens for the assistant, such as
-            ``<think>``; or of a response, its thinking up to the answer, the rest, and the token
-            that ended it, if the template ends no earlier answer by it.
+            ``<think>``; or of a response, its thinking up to the answer (an empty thought is a kind
+            of its own), the rest, and the token that ended it, if the template ends no earlier
+            answer by it.
         role: of a message.
     """
 
     ids: Sequence[int]
     turn: int
-    kind: Literal["message", "opening", "thinking", "answer", "end"]
+    kind: Literal["message", "opening", "thinking", "empty", "answer", "end"]
     role: Role = "user"
+
+
+Thought = Literal["none", "empty", "some"]
+"""What an answer has thought before it."""
 
 
 class ShowsAnswers(Protocol):
     """What rules ask of a :class:`~torchrl_llm.envs.ChatFormatter`."""
 
-    def written_before(self, roles: tuple[Role, ...], thinking: tuple[bool, ...]) -> Sequence[Sequence[int] | None]:
+    def written_before(self, roles: tuple[Role, ...], thoughts: tuple[Thought, ...]) -> Sequence[Sequence[int] | None]:
         """The ids that the template writes before each answer of a conversation, in the place of
         what the prompt opened and of its thought; ``None``: these stand there.
 
         Args:
             roles: of the messages, one more than there are answers.
-            thinking: whether each answer has a thought.
+            thoughts: of each answer.
         """
         ...
 
@@ -127,8 +132,9 @@ class AsTemplate(Append):
     def __call__(self, spans: Sequence[Span], formatter: ShowsAnswers, room: int) -> Sequence[Span]:
         turns = [span.turn for span in spans if span.kind == "answer"]
         roles = tuple(span.role for span in spans if span.kind == "message")
-        thinking = {span.turn for span in spans if span.kind == "thinking"}
-        written = formatter.written_before(roles, tuple(turn in thinking for turn in turns))
+        kinds: dict[str, Thought] = {"thinking": "some", "empty": "empty"}
+        thoughts = {span.turn: kinds[span.kind] for span in spans if span.kind in kinds}
+        written = formatter.written_before(roles, tuple(thoughts.get(turn, "none") for turn in turns))
         instead = {turn: ids for turn, ids in zip(turns, written, strict=True) if ids is not None}
         shown = []
         for span in spans:

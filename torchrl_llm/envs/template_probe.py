@@ -188,7 +188,9 @@ class _Probe:
             pairs=tuple(self._pairs),
             thinks=self._thinks(),
             thinking_field=field,
-            thinking_fields=tuple(self._fields),
+            thinking_fields=tuple(
+                name for name in _THINKING_FIELDS if name in self._fields or name in self.render.source
+            ),
             trims_answers=self._trims_answers(),
             tail=self._last.rpartition(_answered(0))[2],
             has_tool_role=tool is not None,

@@ -50,7 +50,7 @@ class TemplateProperties:
             ``("<think>", "</think>")``.
         thinking_field: the field of a message that holds its thinking, such as
             ``reasoning_content``; ``None``: the content does.
-        thinking_fields: all whose thinking it shows in the last answer.
+        thinking_fields: all that it reads.
         trims_answers: whether the template strips the white space around an answer.
         tail: what the template writes behind the last answer.
         has_tool_role: whether it has a frame of its own for the output of tools.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from torchrl_llm.envs.contexts import ContextRule, Span, ids_of, selected
+from torchrl_llm.envs.contexts import ContextRule, Span, Thought, ids_of, selected
 from torchrl_llm.envs.response import Response
 from torchrl_llm.envs.template_probe import not_append_only
 from torchrl_llm.envs.template_properties import TemplateProperties
@@ -41,29 +41,29 @@ class TemplateView:
         >>> template = byte_tokenizer().chat_template.replace("message['content']", "message['content'].split('</think>\\n\\n')[-1]")
         >>> render = Renderer(byte_tokenizer(chat_template=template))
         >>> view = TemplateView(render, probe_template(render, ()))
-        >>> view(("user", "user", "user"), (True, False))
+        >>> view(("user", "user", "user"), ("some", "none"))
         ('', None)
     """
 
     def __init__(self, render: Renderer, properties: TemplateProperties) -> None:
         self._render, self._properties = render, properties
         self.stripped = self._stripped()
-        self._known: dict[tuple[tuple[Role, ...], tuple[bool, ...]], tuple[str | None, ...]] = {}
+        self._known: dict[tuple[tuple[Role, ...], tuple[Thought, ...]], tuple[str | None, ...]] = {}
 
-    def __call__(self, roles: tuple[Role, ...], thinking: tuple[bool, ...]) -> tuple[str | None, ...]:
+    def __call__(self, roles: tuple[Role, ...], thoughts: tuple[Thought, ...]) -> tuple[str | None, ...]:
         """What stands before each answer of a conversation.
 
         Args:
             roles: of the messages, one more than there are answers.
-            thinking: whether each answer has a thought.
+            thoughts: of each answer.
 
         Returns:
             For each answer the text; ``None``: what was there as it was given.
         """
-        if (written := self._known.get((roles, thinking))) is None:
+        if (written := self._known.get((roles, thoughts))) is None:
             if len(self._known) == _MOST:
                 self._known.clear()
-            written = self._known[roles, thinking] = self._written(roles, thinking)
+            written = self._known[roles, thoughts] = self._written(roles, thoughts)
         return written
 
     def _stripped(self) -> str | None:
@@ -74,22 +74,22 @@ class TemplateView:
 
     def _before(self, answer: str, thinks: bool) -> str:
         found = self._properties
-        messages = [Message("user", _asked(0)), self.answer(answer, _thought(0) * thinks)]
+        messages = [Message("user", _asked(0)), self.answer(answer, _thought(0) if thinks else None)]
         for i in range(1, _TURNS):  # some keep what the latest answers thought
-            messages += [Message("user", _asked(i)), self.answer(_answered(i), _thought(i) * thinks)]
+            messages += [Message("user", _asked(i)), self.answer(_answered(i), _thought(i) if thinks else None)]
         messages.append(Message("user", _asked(_TURNS)))
         opening = self._render(messages).partition(_asked(0))[2].partition(_answered(0))[0]
         return opening.removeprefix(found.first.after.removesuffix(found.opens))
 
-    def _written(self, roles: tuple[Role, ...], thinking: tuple[bool, ...]) -> tuple[str | None, ...]:
+    def _written(self, roles: tuple[Role, ...], thoughts: tuple[Thought, ...]) -> tuple[str | None, ...]:
         found = self._properties
         messages = [Message(found.role(roles[0]), _asked(0))]
-        for i, thinks in enumerate(thinking):
-            answer = self.answer(_answered(i), _thought(i) if thinks else "")
+        for i, thought in enumerate(thoughts):
+            answer = self.answer(_answered(i), {"none": None, "empty": "", "some": _thought(i)}[thought])
             messages += [answer, Message(found.role(roles[i + 1]), _asked(i + 1))]
         _, _, text = self._render(messages).partition(_asked(0))
         written: list[str | None] = []
-        for i, thinks in enumerate(thinking):
+        for i, thought in enumerate(thoughts):
             frame, follows = found.frames[roles[i]] if i else found.first, found.frames[roles[i + 1]]
             opening, answered, text = text.partition(_answered(i))
             closing, asked, text = text.partition(_asked(i + 1))
@@ -98,23 +98,24 @@ class TemplateView:
                 wrote = (opening + answered + closing)[-80:]
                 raise not_append_only(self._render, f"it writes {wrote!r} of turn {i}, later on", keep=True)
             shown = opening.removeprefix(prompt)
-            if thinks and found.thinking_field is None:
+            if thought != "none" and found.thinking_field is None:
                 shown = shown.removesuffix(_BEHIND.lstrip(self.stripped))  # it is the answer's own
             shown = shown.removesuffix(found.header)  # the answer has it too
-            kept = _thought(i) in shown if thinks else shown == found.opens
+            # An empty one is written as the template writes it, whatever white space it had.
+            kept = {"none": shown == found.opens, "empty": False, "some": _thought(i) in shown}[thought]
             written.append(None if kept else shown)
         return tuple(written)
 
-    def answer(self, text: str, thought: str = "") -> Message:
+    def answer(self, text: str, thought: str | None = None) -> Message:
         """An answer as a message, with a thought or without."""
-        if (field := self._properties.thinking_field) is not None and thought:
+        if (field := self._properties.thinking_field) is not None and thought is not None:
             return Message("assistant", text, {field: thought})
         return Message("assistant", self.text(text, thought))
 
-    def text(self, text: str, thought: str = "") -> str:
+    def text(self, text: str, thought: str | None = None) -> str:
         """An answer as text, with a thought or without."""
         opening, closing = self._properties.thinks
-        return f"{opening}\n{thought}\n{closing}{_BEHIND}{text}" if thought else text
+        return text if thought is None else f"{opening}\n{thought}\n{closing}{_BEHIND}{text}"
 
 
 def _asked(i: int) -> str:
@@ -149,7 +150,7 @@ class Formats(Protocol):
 
     def answer(self, text: str, *, role: Role) -> tuple[int, ...]: ...
 
-    def written_before(self, roles: tuple[Role, ...], thinking: tuple[bool, ...]) -> Any: ...
+    def written_before(self, roles: tuple[Role, ...], thoughts: tuple[Thought, ...]) -> Any: ...
 
 
 def follows_template(formatter: Formats, render: Renderer, view: TemplateView) -> bool:
@@ -157,12 +158,13 @@ def follows_template(formatter: Formats, render: Renderer, view: TemplateView) -
     and without thoughts, through messages and the output of tools, and with every text in an answer
     at which the template may cut it."""
     found, thought = formatter.properties, "Half, or\n\ntwo."
+    ways: list[tuple[str | None, ...]]
     if found.opens and found.closes is None:
-        ways = [("", "", "")]  # the prompt has an empty thought
+        ways = [(None, None, None)]  # the prompt has an empty thought
     elif found.opens:
         ways = [(thought,) * 3]  # an answer without a thought is not one
     else:
-        ways = [(thought,) * 3, ("",) * 3, ("", thought, "")]
+        ways = [(thought,) * 3, (None,) * 3, (None, thought, None)]
     trials = [(roles, [*zip(("4", "It is\n7.", "12"), way, strict=True)]) for roles in _ROLES for way in ways]
     # A special token is not text that an answer has.
     texts = [text for text in found.texts if {*formatter.stop_ids}.isdisjoint(formatter.encode_answer(text))]
@@ -176,7 +178,11 @@ _ROLES: list[tuple[Role, ...]] = [("user",) * 4, ("user", "tool", "tool", "user"
 
 
 def _follows(
-    formatter: Formats, render: Renderer, view: TemplateView, roles: Sequence[Role], answers: Sequence[tuple[str, str]]
+    formatter: Formats,
+    render: Renderer,
+    view: TemplateView,
+    roles: Sequence[Role],
+    answers: Sequence[tuple[str, str | None]],
 ) -> bool:
     own = formatter.properties.role
     asked = [Message(own(role), f"Add {i},\nplease.") for i, role in enumerate(roles)]
