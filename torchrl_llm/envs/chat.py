@@ -341,10 +341,12 @@ class ChatFormatter(Checked):
         thinking = [Span(response[:thought], turn, "thinking" if self._thinks(said) else "empty")] if thought else []
         feedback = self.feedback(response, message, role=role)
         role = self._role_behind(response, role)
-        end = len(response) - (self._ends_once is not None and self._ends_once in response[-1:])
-        said_last = [Span(response[end:], turn, "end")] if end < len(response) else []
-        answer = Span(response[thought:end], turn, "answer")
-        return [*thinking, answer, *said_last, *self._with_opening(feedback, turn, role)]
+        ended = self._ends_once is not None and self._ends_once in response[-1:]
+        end = len(response) - 1 if ended else len(response)
+        answer = [Span(response[thought:end], turn, "answer")]
+        if ended:
+            answer.append(Span(response[end:], turn, "end"))
+        return [*thinking, *answer, *self._with_opening(feedback, turn, role)]
 
     def _with_opening(self, ids: tuple[int, ...], turn: int, role: Role) -> list[Span]:
         end = len(ids) - len(self._opening)

@@ -106,7 +106,7 @@ def _left_out(values: Mapping[str, Any]) -> set[str]:
     """What had no effect in settings of 0.2: options of other algorithms, ``None`` for a default of
     the algorithm, and defaults of other policies and collectors."""
     # What history="refuse" refused, contexts="auto" follows.
-    found = {name for name in ("contexts",) if values.get(name) == "refuse"}
+    found = {"contexts"} if values.get("contexts") == "refuse" else set()
     for section, kind in alternatives_of(RunSettings, values).items():
         options, harmless = settings_in(RunSettings, section), harmless_in(RunSettings, section)
         for name in values.keys() & options.keys():
