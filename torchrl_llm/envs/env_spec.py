@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torchrl_llm.envs.columns import ExtraKinds, check_kinds
-from torchrl_llm.envs.text_env import SuccessBy, TextEnv, TextStep
+from torchrl_llm.envs.text_env import SuccessBy, TextEnv
 from torchrl_llm.keys import TurnColumn, extra
 from torchrl_llm.utils.options import check_value
 
@@ -62,10 +61,6 @@ class EnvSpec:
     def columns(self) -> tuple[TurnColumn, ...]:
         """The columns of its turns beside those that all have."""
         return tuple(TurnColumn(extra(name), kind) for name, kind in self.extras.items())
-
-    def read(self, result: Any) -> TextStep:
-        """The checked result of a step, see :meth:`TextStep.read`."""
-        return TextStep.read(result, self.extras)
 
     def check(self, env: TextEnv) -> None:
         """Warn, once, if an environment that was made declares extras that this does not: those of

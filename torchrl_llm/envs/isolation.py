@@ -212,7 +212,7 @@ class IsolatedEnv:
         assert self.env is not None
         with self._calling():
             result = self.env.step(action)
-        step = self.spec.read(result)
+        step = TextStep.read(result, self.spec.extras)
         self.message = step.message
         return step
 
