@@ -201,6 +201,14 @@ def extra(name: str) -> tuple[str, str]:
     return "extra", name
 
 
+THINKING_LENGTH, THINKING_OPEN = extra("thinking_length"), extra("thinking_open")
+THINKING_COLUMNS = (
+    TurnColumn(THINKING_LENGTH, float, "tokens of the response's thinking, with what closes it"),
+    TurnColumn(THINKING_OPEN, float, "1: the thinking was not closed, 0: it was, or there was none"),
+)
+"""What is counted of each response, where the chat template knows thinking."""
+
+
 def turn_extra(name: str) -> tuple[str, str, str]:
     """The key of an extra in the row view: ``[B, T]`` float, or int64 for the hash of a text.
 

@@ -33,6 +33,7 @@ from torchrl_llm.envs import (
     Slide,
     Span,
 )
+from torchrl_llm.metrics import rollout_metrics
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, enable_prefix_sharing
 from torchrl_llm.rendering import Message, Renderer
 from torchrl_llm.runs import RunSettings, build_run
@@ -503,6 +504,60 @@ class TestEnvironment:
         assert len(segments_of(rows[0])) > 2
         for key in (keys.TOKENS, keys.ATTENTION_MASK, keys.TURN_IDS, keys.TURN_REWARD):
             assert torch.equal(rows[key], expected[key]), key
+
+
+class TestThinkingIsCounted:
+    """Four episodes of a closed thought, one that the budget cut off, an empty one, and none."""
+
+    SAID = ("<think>\nhhh\n</think>\n\n4", f"<think>\n{'h' * 60}", "<think>\n\n</think>\n\n4", "4")
+
+    @pytest.fixture(params=["through tools", "drops", "marked"])
+    def batch(self, request):
+        template, pair, _ = TEMPLATES[request.param]
+        tokenizer = tokenizer_with(template, *pair)
+        # Where the prompt opens the thought, the last answer has to close it.
+        plain = "</think>\n\n4" if request.param == "marked" else "4"
+        opened = "<think>\n" if request.param == "marked" else ""
+        said = [text.removeprefix(opened) for text in (*self.SAID[:3], plain)]
+        policy = ScriptedPolicy(lambda episode, turn, context: said[turn], tokenizer=tokenizer, max_output_tokens=40)
+        env = make_env(partial(Thinker, 4), tokenizer, on_done="idle", max_model_len=1024)
+        return env.rollout(4, policy, break_when_any_done=False)
+
+    def test_what_is_thought_and_what_is_not_closed(self, batch):
+        rows = turns_to_rows(batch)
+        extras = keys.turn_extras(rows)
+        assert extras["thinking_open"].tolist() == [[0, 1, 0, 0]] * 4
+        lengths = extras["thinking_length"]
+        assert (lengths[:, 2:] == 0).all() and (lengths[:, 1] == batch[keys.RESPONSE_MASK][:, 1].sum(-1)).all()
+        assert (lengths[:, 0] < batch[keys.RESPONSE_MASK][:, 0].sum(-1)).all() and (lengths[:, 0] > 3).all()
+
+    def test_metrics_are_means_over_turns(self, batch):
+        rows = turns_to_rows(batch)
+        metrics = rollout_metrics(rows)
+        assert metrics["rollout/thinking_open"] == pytest.approx(1 / 4)
+        expected = keys.turn_extras(rows)["thinking_length"].mean().item()
+        assert metrics["rollout/thinking_length"] == pytest.approx(expected)
+
+    def test_a_template_without_thinking_counts_nothing(self):
+        tokenizer = load_tiny_tokenizer()
+        env = make_env(tokenizer=tokenizer, on_done="idle")
+        rows = turns_to_rows(env.rollout(9, scripted(tokenizer), break_when_any_done=False))
+        assert not keys.turn_extras(rows)
+        assert not [name for name in rollout_metrics(rows) if "thinking" in name]
+
+    def test_an_environment_keeps_its_own(self):
+        class Own(Thinker):
+            extras = {"thinking_length": float, "regret": float}
+
+            def step(self, action):
+                *step, info = super().step(action)
+                return (*step, info | {"thinking_length": -1.0, "regret": 2.0})
+
+        tokenizer = thinking_tokenizer()
+        env = make_env(Own, tokenizer)
+        extras = env.rollout(2, scripted(tokenizer))["next", "extra"]
+        assert {*extras.keys()} == {"thinking_length", "thinking_open", "regret"}
+        assert (extras["thinking_length"] == -1).all()
 
 
 class TestRun:

@@ -191,7 +191,8 @@ class SlotMachine:
         last_fault: of ``faults``, the last; ``None``: none failed.
         new_faults: those since it was set to (), as a ``GEMEnv`` does before each reset and step.
         names: of the environments.
-        columns: of a turn, beside those that all have: what they declare.
+        columns: of a turn, beside those that all have: what they declare, and what the formatter
+            counts.
         prompt: ``[N, max_model_len]`` int64, the contexts, each valid up to its slot's length.
 
     Examples:
@@ -227,7 +228,8 @@ class SlotMachine:
         # First, because it fails at once where there is no memory for so many slots.
         self.prompt = torch.zeros(self.num_slots, self.max_model_len, dtype=torch.int64)
         self.names = tuple(spec.name for spec in self.mixture)
-        self.columns = merged_columns((spec.name, spec.columns) for spec in self.mixture)
+        counted = ("the chat template", self.formatter.columns)
+        self.columns = merged_columns([counted, *((spec.name, spec.columns) for spec in self.mixture)])
         # An evaluation replaces the sampler.
         self._stream, self._first_seed = self.task_sampler.stream, self.task_sampler.seed
         slide = [Slide()] if self.overflow == "slide" else []
@@ -334,8 +336,9 @@ class SlotMachine:
         try:
             said = self.formatter.decode(response)
             step = state.envs[state.task_spec.env_id].step(said)
-            split = said if self._rules else None
+            split = said if self._rules or self.formatter.columns else None
             new = self.formatter.turn_spans(response, step.message, state.turn, role=step.role, said=split)
+            step = step.with_extras(self.formatter.thinking_counts(said, new))
         except (Exception, SystemExit) as error:
             raise self.fault(state.task_spec, state.turn, error) from error
         return Reply(new, step, *self._next_context(state, new, self._stop_reason(state, step)))
