@@ -20,11 +20,12 @@ import numpy.typing as npt
 import torch
 
 from torchrl_llm.envs.chat import ChatFormatter
-from torchrl_llm.envs.columns import merged_columns
-from torchrl_llm.envs.contexts import Append, ContextRule, Slide, Span, ids_of, num_tokens, selected
+from torchrl_llm.envs.columns import NO_EXTRAS, merged_columns
+from torchrl_llm.envs.contexts import Append, ContextRule, RequestingRule, Slide, Span, ids_of, num_tokens, selected
 from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.isolation import Call, IsolatedEnv, Pool, kept_global_rng, revoke_global_rng
+from torchrl_llm.envs.response import Response
 from torchrl_llm.envs.tasks import TaskIdentity, TaskSampler, TaskSpec
 from torchrl_llm.envs.text_env import NO_STEP, EnvironmentFault, EnvironmentUnavailableError, TextStep
 from torchrl_llm.keys import COLUMNS, REWARD, NestedKey, StopReason
@@ -62,6 +63,8 @@ class Reply(NamedTuple):
         context: the spans of the next context, which opens a new segment; ``None``: it grows by
             ``spans``. Also at the end of an episode that was cut off.
         task: of a reset, the task.
+        asked: whether the context ends with a request of the context rule, whose answer the
+            environment does not get.
     """
 
     spans: Sequence[Span]
@@ -69,6 +72,7 @@ class Reply(NamedTuple):
     stop_reason: StopReason = StopReason.RUNNING
     context: Sequence[Span] | None = None
     task: TaskIdentity = NO_TASK
+    asked: bool = False
 
 
 @dataclass
@@ -88,6 +92,8 @@ class Slot:
         stop_reason: why the episode ended, or that it runs.
         responses: the ids of the responses so far.
         steps: what the environment returned to each.
+        asked: whether the context ends with a request of the context rule: the message of the last
+            step comes once more behind the next response, which the environment does not get.
     """
 
     envs: dict[int, IsolatedEnv] = field(default_factory=dict)
@@ -102,6 +108,7 @@ class Slot:
     stop_reason: StopReason = StopReason.RUNNING
     responses: list[list[int]] = field(default_factory=list)
     steps: list[TextStep] = field(default_factory=list)
+    asked: bool = False
 
     @property
     def total(self) -> float:
@@ -324,8 +331,8 @@ class SlotMachine:
         self._show(slot, reply.spans)
 
     def answer(self, slot: int, response: list[int]) -> Reply:
-        """Send a response to a slot's environment; nothing but the environment changes until
-        :meth:`advance`.
+        """Send a response to a slot's environment, unless the context rule has asked for it;
+        nothing but the environment changes until :meth:`advance`.
 
         Different slots may be opened and answered in different threads at once.
 
@@ -335,13 +342,32 @@ class SlotMachine:
         state = self._slots[slot]
         try:
             said = self.formatter.decode(response)
-            step = state.envs[state.task_spec.env_id].step(said)
+            if state.asked:
+                step = state.steps[-1]._replace(reward=0.0, success=None, extras=NO_EXTRAS)
+            else:
+                step = state.envs[state.task_spec.env_id].step(said)
             split = said if self._rules or self.formatter.columns else None
             new = self.formatter.turn_spans(response, step.message, state.turn, role=step.role, said=split)
             step = step.with_extras(self.formatter.thinking_counts(said, new))
         except (Exception, SystemExit) as error:
             raise self.fault(state.task_spec, state.turn, error) from error
-        return Reply(new, step, *self._next_context(state, new, self._stop_reason(state, step)))
+        if state.asked:
+            new = [span._replace(kind="summary") if span.kind == "answer" else span for span in new]
+        reply = Reply(new, step, *self._next_context(state, new, self._stop_reason(state, step)))
+        if not isinstance(self.context_rule, RequestingRule) or state.asked or reply.stop_reason != StopReason.RUNNING:
+            return reply
+        context = [*state.context, *new] if reply.context is None else reply.context
+        request = self.context_rule.request(context)
+        return reply if request is None else self._asking(state, response, said, reply, request)
+
+    def _asking(self, state: Slot, response: list[int], said: Response, reply: Reply, request: str) -> Reply:
+        """A reply whose message ends with a request; as it was, where that has no room."""
+        # of the user, also behind the output of a tool
+        new = self.formatter.turn_spans(response, f"{reply.step.message}\n\n{request}", state.turn, said=said)
+        reason, context = self._next_context(state, new, StopReason.RUNNING)
+        if reason != StopReason.RUNNING:
+            return reply
+        return reply._replace(spans=new, context=context, asked=True)
 
     def _next_context(
         self, state: Slot, new: list[Span], reason: StopReason
@@ -374,7 +400,7 @@ class SlotMachine:
         state.responses.append(response)
         state.turn += 1
         state.steps.append(reply.step)
-        state.stop_reason = reply.stop_reason
+        state.stop_reason, state.asked = reply.stop_reason, reply.asked
         state.spans += reply.spans
         if reply.stop_reason in TERMINATED:
             self.success.watch(state, reply)
