@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -240,6 +241,7 @@ def declared_columns(turns: TensorDictBase | None) -> dict[NestedKey, Tensor]:
     return {extra(name): x for name, x in found.items() if isinstance(x, Tensor)} if is_tensor_collection(found) else {}
 
 
+@cache
 def row_key(name: NestedKey) -> NestedKey:
     """The key in the row view of a column.
 

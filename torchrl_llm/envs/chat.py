@@ -307,14 +307,16 @@ class ChatFormatter(Checked):
             role: ``"tool"`` for tool output; rendered as ``"user"`` if the template knows no tool
                 role.
         """
-        if role not in get_args(Role):
-            raise ValueError(f"role is {role!r}; expected one of {get_args(Role)}.")
-        role, last = self._role_behind(response, role), response[-1] if len(response) else None
-        return self._encode_feedback(message, role, last is not None and self._ends[role] == last)
+        return self._feedback(response, message, role)[0]
 
-    def _role_behind(self, response: Sequence[int], role: Role) -> Role:
+    def _feedback(self, response: Sequence[int], message: str, role: Role) -> tuple[tuple[int, ...], Role]:
+        """:meth:`feedback`, and the role in which the message is rendered."""
+        if role not in self._ends:
+            raise ValueError(f"role is {role!r}; expected one of {get_args(Role)}.")
         last = int(response[-1]) if len(response) else None
-        return next((other for other in (role, *self._ends) if self._ends[other] == last is not None), role)
+        if closed := last is not None and last in self._ends.values():
+            role = role if self._ends[role] == last else next(each for each, end in self._ends.items() if end == last)
+        return self._encode_feedback(message, role, closed), role
 
     # ---------------------------------------- spans, of which contexts are made
 
@@ -344,8 +346,7 @@ class ChatFormatter(Checked):
         thought = 0 if said is None else self._num_thought(response, said)
         kind: Literal["thinking", "empty"] = "thinking" if said is not None and said.thinking else "empty"
         thinking = [Span(response[:thought], turn, kind)] if thought else []
-        feedback = self.feedback(response, message, role=role)
-        role = self._role_behind(response, role)
+        feedback, role = self._feedback(response, message, role)
         ended = self._ends_once is not None and self._ends_once in response[-1:]
         end = len(response) - 1 if ended else len(response)
         answer = [Span(response[thought:end], turn, "answer")]
@@ -355,9 +356,9 @@ class ChatFormatter(Checked):
 
     def _with_opening(self, ids: tuple[int, ...], turn: int, role: Role) -> list[Span]:
         end = len(ids) - len(self._opening)
-        if not self._opening or ids[end:] != self._opening:
-            return [Span(ids, turn, "message", role)]
-        return [Span(ids[:end], turn, "message", role), Span(self._opening, turn + 1, "opening")]
+        if self._opening and ids[end:] == self._opening:
+            return [Span(ids[:end], turn, "message", role), Span(self._opening, turn + 1, "opening")]
+        return [Span(ids, turn, "message", role)]
 
     def thinking_counts(self, said: Response, spans: Sequence[Span]) -> dict[str, float]:
         """What :attr:`columns` have of a response, by name.

@@ -92,12 +92,12 @@ class RequestingRule(ContextRule, Protocol):
 
 def num_tokens(spans: Sequence[Span]) -> int:
     """How many tokens spans have together."""
-    return sum(len(span.ids) for span in spans)
+    return sum([len(span.ids) for span in spans])
 
 
 def ids_of(spans: Sequence[Span]) -> list[int]:
     """The tokens of spans."""
-    return [*chain.from_iterable(span.ids for span in spans)]
+    return [*chain.from_iterable([span.ids for span in spans])]
 
 
 def selected(

@@ -242,6 +242,7 @@ class SlotMachine:
         slide = [Slide()] if self.overflow == "slide" else []
         rules = (self.formatter.rule, self.context_rule or Append(), *slide)
         self._rules = [rule for rule in rules if type(rule) is not Append]
+        self._request = self.context_rule.request if isinstance(self.context_rule, RequestingRule) else None
         self._slots = [Slot() for _ in range(self.num_slots)]
         self._firsts: tuple[Any, list[int]] = (None, [])
         self._pool: Pool | None = None
@@ -354,10 +355,10 @@ class SlotMachine:
         if state.asked:
             new = [span._replace(kind="summary") if span.kind == "answer" else span for span in new]
         reply = Reply(new, step, *self._next_context(state, new, self._stop_reason(state, step)))
-        if not isinstance(self.context_rule, RequestingRule) or state.asked or reply.stop_reason != StopReason.RUNNING:
+        if self._request is None or state.asked or reply.stop_reason != StopReason.RUNNING:
             return reply
         context = [*state.context, *new] if reply.context is None else reply.context
-        request = self.context_rule.request(context)
+        request = self._request(context)
         return reply if request is None else self._asking(state, response, said, reply, request)
 
     def _asking(self, state: Slot, response: list[int], said: Response, reply: Reply, request: str) -> Reply:
@@ -547,16 +548,17 @@ class SlotMachine:
 
     def _show(self, slot: int, context: Sequence[Span]) -> None:
         self._slots[slot].context, self._slots[slot].length = [], 0
-        self.prompt[slot] = 0
+        self.prompt.numpy()[slot] = 0
         self._append(slot, context)
 
     def _append(self, slot: int, spans: Sequence[Span]) -> None:
         # Cuts nothing while an episode runs: it ends where the next response would not fit.
-        length = self._slots[slot].length
-        ids = ids_of(spans)[: self.max_model_len - length]
-        self.prompt.numpy()[slot, length : length + len(ids)] = ids
-        self._slots[slot].length += len(ids)
-        self._slots[slot].context += spans
+        state = self._slots[slot]
+        ids = ids_of(spans)[: self.max_model_len - state.length]
+        end = state.length + len(ids)
+        self.prompt.numpy()[slot, state.length : end] = ids
+        state.length = end
+        state.context += spans
 
     def _stop_reason(self, state: Slot, step: TextStep) -> StopReason:
         """Why the episode ends with a step, if not for its context."""
