@@ -227,11 +227,11 @@ function folded(kind, label, span, inside, query) {
   return el("details", { class: kind, open }, el("summary", {}, label), inside);
 }
 
-// A response; the thinking with which it begins is folded, and grey if the next context that is made anew lacks it.
-function response(span, anew, episode, values, query) {
+// A response; the thinking with which it begins is folded, and grey if the next context lacks it.
+function response(span, next, episode, values, query) {
   const count = episode.extras.thinking_length?.[span.turn] || 0;
   const thinking = { ...span, texts: span.texts.slice(0, count) }, answer = { ...span, start: span.start + count, texts: span.texts.slice(count) };
-  const left = anew && !anew.texts.join("").includes(thinking.texts.join("").trim());
+  const left = next && !next.texts.join("").includes(thinking.texts.join("").trim());
   const label = `thinking, ${count} tokens${left ? ", which later turns do not see" : ""}`;
   return [count ? folded(left ? "thinking left" : "thinking", label, thinking, tokens(thinking, episode.group, values, query), query) : null, tokens(answer, episode.group, values, query)];
 }

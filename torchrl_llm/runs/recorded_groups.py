@@ -54,9 +54,9 @@ def spans(recording: Recording, row: int) -> list[list[int]]:
 
 
 def _end_of(said: Ints, context: Ints) -> int:
-    """Where the last response ends in a context that was made anew, which may lack its beginning
-    (the thinking) and its last token; 0: it is not found. A message that repeats the end of the
-    response is taken for it."""
+    """Where the last response ends in a new context, which may lack its beginning (the thinking)
+    and its last token; 0: it is not found. A message that repeats the end of the response is taken
+    for it."""
     for response in (said, said[:-1]):
         for size in (8, 4, 2):
             if size <= min(len(response), len(context)):
