@@ -70,6 +70,8 @@ class TestPolicy:
             counts.clear()
             places = {"turn": one * turn, "episode_id": one, "slots": one}
             policy.generate(torch.tensor([ids]), one * len(ids), **places, greedy=False)
-            assert ids[: len(before)] == before  # up to where the thought began that is dropped now
-            assert sum(counts) == len(ids) - len(before) + 11, turn  # the last sampled token is not read
+            # Up to where the thought began that is dropped now.
+            assert ids[: len(before)] == before
+            # The last sampled token is never read.
+            assert sum(counts) == len(ids) - len(before) + 11, turn
             before = ids
