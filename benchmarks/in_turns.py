@@ -7,9 +7,9 @@
 Both processes stay alive and work alternately, so that what slows the machine down for more than a
 second slows down both. Each does the work of its own ``iteration.py``; the conversations are the
 same as long as the numbers are. ``--vllm``: instead, an iteration plays 96 tasks with each
-contender of its own ``rollout.py``. Prints one JSON object: medians, and the ratio before / after of
-pairs of neighbouring iterations, with the interval that holds the median of all such pairs in 95 of
-100 cases (order statistics).
+contender of its own ``rollout.py``. Prints one JSON object: medians, and the ratio before / after
+of pairs of neighbouring iterations, with the interval that holds the median of all such pairs in 95
+of 100 cases (order statistics).
 """
 
 import argparse

@@ -107,7 +107,9 @@ def forms(value: Any, around: str = "", depth: int = 5) -> Iterator[str]:
         if close(torch.tensor(float(value))):
             yield around + type(value).__name__
     elif isinstance(value, torch.Tensor | np.ndarray):
-        tensor = torch.as_tensor(value).detach() if value.size else None
+        # A reversed array has strides that tensors have not.
+        array = np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
+        tensor = torch.as_tensor(array).detach() if value.size else None
         weight = isinstance(value, torch.nn.Parameter)
         small = not weight and tensor is not None and tensor.is_floating_point() and tensor.numel() <= LARGEST
         if small and close(tensor):

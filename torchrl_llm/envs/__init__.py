@@ -29,7 +29,8 @@ from torchrl_llm.envs.registry import register_env_family, resolve_env
 from torchrl_llm.envs.response import Response
 from torchrl_llm.envs.rewards import RewardError, RewardTimeoutError, Row, WantedColumns
 from torchrl_llm.envs.seen_tasks import SeenTasks
-from torchrl_llm.envs.slots import PromptTooLongError, Reply, Slot, SlotMachine, SuccessRule
+from torchrl_llm.envs.slots import PromptTooLongError, Reply, Slot, SlotMachine
+from torchrl_llm.envs.success import SuccessRule
 from torchrl_llm.envs.tasks import Stage, TaskIdentity, TaskSampler, TaskSpec, task_of
 from torchrl_llm.envs.template_probe import NotAppendOnlyError
 from torchrl_llm.envs.template_properties import TemplateProperties

@@ -29,7 +29,8 @@ from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.isolation import MAX_THREADS
 from torchrl_llm.envs.registry import EnvSource, resolve_env
-from torchrl_llm.envs.slots import Overflow, SlotMachine, SuccessRule
+from torchrl_llm.envs.slots import Overflow, SlotMachine
+from torchrl_llm.envs.success import SuccessRule
 from torchrl_llm.envs.tasks import Stream, TaskSampler
 from torchrl_llm.envs.template_probe import Contexts
 from torchrl_llm.envs.tensors import chosen_slots, done_of, observation_of, responses_of, set_specs

@@ -26,6 +26,7 @@ from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.isolation import Call, IsolatedEnv, Pool, kept_global_rng, revoke_global_rng
 from torchrl_llm.envs.response import Response
+from torchrl_llm.envs.success import SuccessRule
 from torchrl_llm.envs.tasks import TaskIdentity, TaskSampler, TaskSpec
 from torchrl_llm.envs.text_env import NO_STEP, EnvironmentFault, EnvironmentUnavailableError, TextStep
 from torchrl_llm.keys import COLUMNS, REWARD, NestedKey, StopReason
@@ -40,7 +41,6 @@ NO_TASK = TaskIdentity(-1, known=False)
 TERMINATED = (StopReason.WON, StopReason.LOST, StopReason.TURN_LIMIT)
 FAILED = (StopReason.ERROR, StopReason.TIMEOUT)
 _CLOSE_TIMEOUT = 1.0  # seconds that threads may take to end
-_WARN_AFTER = 64  # episodes without a success; then a warning asks what counts as one
 
 
 class PromptTooLongError(EnvironmentFault):
@@ -122,53 +122,6 @@ class Slot:
     @property
     def live(self) -> bool:
         return self.index is not None and not self.finished
-
-
-class SuccessRule:
-    """Decides which terminated episodes are a success; warns if an environment never has one.
-
-    Args:
-        specs: the environments of the mixture; their ``success_by`` says whether the last reward or
-            the return (up to 1e-6) counts.
-        threshold: an episode is a success with at least this reward.
-    """
-
-    def __init__(self, specs: Sequence[EnvSpec], threshold: float) -> None:
-        self.threshold, self._specs = threshold, specs
-        # episodes, and the most that one earned
-        self._never_won = dict.fromkeys(range(len(specs)), (0, 0.0))
-
-    def holds(self, slot: Slot, step: TextStep) -> bool:
-        """Whether an episode that terminates with ``step`` is a success."""
-        if step.success is not None:
-            return step.success
-        return self._earned(slot.task_spec.env_id, slot.total + step.reward, step.reward) >= self.threshold
-
-    def _earned(self, env_id: int, total: float, last: float) -> float:
-        # Shares of 1 need not sum to 1: ten times 0.1 is 0.9999999999999999.
-        return total + 1e-6 if self._specs[env_id].success_by == "return" else last
-
-    def watch(self, slot: Slot, reply: Reply) -> None:
-        """Warn, once, if an environment is never won though one of its episodes earned half of what
-        that takes."""
-        env_id = slot.task_spec.env_id
-        if env_id not in self._never_won:
-            return
-        if reply.step.success is not None or reply.stop_reason == StopReason.WON:
-            del self._never_won[env_id]
-            return
-        count, most = self._never_won[env_id]
-        count, most = count + 1, max(most, self._earned(env_id, slot.total, reply.step.reward))
-        self._never_won[env_id] = count, most
-        if count >= _WARN_AFTER and most >= self.threshold / 2 > 0:
-            del self._never_won[env_id]
-            spec = self._specs[env_id]
-            earned = "return" if spec.success_by == "return" else "last reward"
-            logger.warning(
-                "None of %d episodes of %r was a success; the highest %s was %.3g, and a success takes success_reward=%s. If "
-                "less counts as won there, set success_reward, or let the environment say info['success'].",
-                count, spec.name, earned, most, self.threshold,
-            )  # fmt: skip
 
 
 _SlotCall = tuple[TaskSpec, int, Callable[[], Reply]]
@@ -404,7 +357,7 @@ class SlotMachine:
         state.stop_reason, state.asked = reply.stop_reason, reply.asked
         state.spans += reply.spans
         if reply.stop_reason in TERMINATED:
-            self.success.watch(state, reply)
+            self.success.watch(state.task_spec.env_id, state.total, reply.step, won=reply.stop_reason == StopReason.WON)
         if reply.context is None:
             self._append(slot, reply.spans)
         else:
@@ -565,7 +518,7 @@ class SlotMachine:
         # The environment's own end before our budgets: an episode that ends with its last turn was
         # not cut.
         if step.terminated:
-            if self.success.holds(state, step):
+            if self.success.holds(state.task_spec.env_id, state.total, step):
                 return StopReason.WON
             # GEM's own turn limit sets both flags. The limit stands in the prompt: it is part of
             # the task.
