@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -201,6 +202,14 @@ def extra(name: str) -> tuple[str, str]:
     return "extra", name
 
 
+THINKING_LENGTH, THINKING_OPEN = extra("thinking_length"), extra("thinking_open")
+THINKING_COLUMNS = (
+    TurnColumn(THINKING_LENGTH, float, "tokens of the response's thinking, with what closes it"),
+    TurnColumn(THINKING_OPEN, float, "1: the thinking was not closed, 0: it was, or there was none"),
+)
+"""What is counted of each response, where the chat template knows thinking."""
+
+
 def turn_extra(name: str) -> tuple[str, str, str]:
     """The key of an extra in the row view: ``[B, T]`` float, or int64 for the hash of a text.
 
@@ -232,6 +241,7 @@ def declared_columns(turns: TensorDictBase | None) -> dict[NestedKey, Tensor]:
     return {extra(name): x for name, x in found.items() if isinstance(x, Tensor)} if is_tensor_collection(found) else {}
 
 
+@cache
 def row_key(name: NestedKey) -> NestedKey:
     """The key in the row view of a column.
 

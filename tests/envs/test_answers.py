@@ -292,7 +292,8 @@ class TestResponses:
         tokenizer = byte_tokenizer(chat_template=HEAD + dropped + FOOT)
         tokenizer.add_tokens(["<|end>", "<end|>"])
         formatter = ChatFormatter(tokenizer, contexts="append")
-        assert formatter.decode(tokenizer.encode("<|end>hm<end|>4")).text == "4"
+        said = formatter.decode(tokenizer.encode("<|end>hm<end|>4"))
+        assert (said.text, said.thinking) == ("4", "hm")
         plain = ChatFormatter(byte_tokenizer(chat_template=CHATML))
         assert plain.decode(tokenizer.encode("[THINK]hm[/THINK]4")).text == "[THINK]hm[/THINK]4"
 

@@ -7,6 +7,7 @@ import logging
 import pickle
 import random
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from test_templates import make_tokenizer
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
-from torchrl_llm.data import episode_from_messages, rows_from_episodes, turns_to_rows
+from torchrl_llm.data import TranscriptError, episode_from_messages, rows_from_episodes, turns_to_rows
 from torchrl_llm.envs import (
     CHATML,
     Append,
@@ -30,16 +31,22 @@ from torchrl_llm.envs import (
     KeepLast,
     NotAppendOnlyError,
     PromptFormatter,
+    SelfPlayEnv,
     Slide,
     Span,
+    Summarize,
 )
+from torchrl_llm.metrics import rollout_metrics
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, enable_prefix_sharing
 from torchrl_llm.rendering import Message, Renderer
 from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.stops import response_end_ids
 from torchrl_llm.testing.policies import ScriptedPolicy
+from torchrl_llm.testing.take_away import TakeAway
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
+from torchrl_llm.testing.tokenizers import byte_tokenizer
 from torchrl_llm.trainers import Callback
+from torchrl_llm.utils.options import ConfigError
 
 # Thinking stays up to the next message of a user, and through the output of tools (Qwen3's rule).
 KEPT_FOR_TOOLS = """{% set ns = namespace(last=0) %}
@@ -345,7 +352,13 @@ def segments_of(row):
 
 class TestEnvironment:
     @pytest.mark.parametrize(
-        "options", [{}, {"context_rule": KeepLast(2)}, {"overflow": "slide", "max_model_len": 150}]
+        "options",
+        [
+            {},
+            {"context_rule": KeepLast(2)},
+            {"context_rule": Summarize("Sum up.", 90)},
+            {"overflow": "slide", "max_model_len": 150},
+        ],
     )
     def test_a_row_holds_what_each_turn_saw(self, options):
         tokenizer = thinking_tokenizer()
@@ -364,7 +377,9 @@ class TestEnvironment:
                 assert tokens[start : start + len(response)] == response
                 assert turn_ids.count(turn) == len(response)
 
-    @pytest.mark.parametrize("options", [{}, {"max_turns": 3}, {"context_rule": KeepLast(1)}])
+    @pytest.mark.parametrize(
+        "options", [{}, {"max_turns": 3}, {"context_rule": KeepLast(1)}, {"context_rule": Summarize("Sum up.", 90)}]
+    )
     def test_all_collectors_deliver_the_same(self, options):
         tokenizer = thinking_tokenizer()
         batches = []
@@ -378,11 +393,13 @@ class TestEnvironment:
             batches.append(batch)
         assert all((batches[0] == batch).all() for batch in batches[1:])
 
-    def test_a_running_episode_is_restored(self):
+    @pytest.mark.parametrize("rule", [None, Summarize("Sum up.", 60)])
+    def test_a_running_episode_is_restored(self, rule):
         tokenizer = thinking_tokenizer()
-        env = make_env(tokenizer=tokenizer)
+        env = make_env(tokenizer=tokenizer, context_rule=rule)
         env.rollout(3, scripted(tokenizer), break_when_any_done=False)
-        again = make_env(tokenizer=tokenizer)
+        assert any(slot.asked for slot in env.slots) is (rule is not None)
+        again = make_env(tokenizer=tokenizer, context_rule=rule)
         again.load_state_dict(env.state_dict())
         assert int(env.observe()[keys.SEGMENT].max()) > 0
         assert (again.observe() == env.observe()).all()
@@ -434,10 +451,11 @@ class TestEnvironment:
         assert keys.SEGMENT not in env.observation_spec.keys(True, True)
         assert keys.SEGMENT in make_env().observation_spec.keys(True, True)
 
-    def test_the_scorer_agrees_with_the_sampler(self):
+    @pytest.mark.parametrize("rule", [KeepLast(2), Summarize("Sum up.", 30)])
+    def test_the_scorer_agrees_with_the_sampler(self, rule):
         tokenizer, sampling = thinking_tokenizer(), SamplingConfig(max_output_tokens=12)
         model = load_tiny_model()
-        env = make_env(tokenizer=tokenizer, context_rule=KeepLast(2), max_output_tokens=12)
+        env = make_env(tokenizer=tokenizer, context_rule=rule, max_output_tokens=12)
         (rows,) = TurnCollector(env, HFPolicy(model, tokenizer, sampling), batch_size=8, total_batches=1)
         assert any(len(segments_of(row)) > 2 for row in rows)
         scores = TokenScorer(model, sampling)(rows)[keys.LOG_PROB].detach()
@@ -503,6 +521,159 @@ class TestEnvironment:
         assert len(segments_of(rows[0])) > 2
         for key in (keys.TOKENS, keys.ATTENTION_MASK, keys.TURN_IDS, keys.TURN_REWARD):
             assert torch.equal(rows[key], expected[key]), key
+
+
+class Notes(Thinker):
+    """Remembers what it got; its steps are numbered."""
+
+    extras: ClassVar = {"step": float}
+
+    def __init__(self, turns=5):
+        super().__init__(turns)
+        self.got = []
+
+    def step(self, action):
+        self.got.append(str(action))
+        _, reward, *ends, _ = super().step(action)
+        return f"Message {self.turn}.", reward + 0.5, *ends, {"step": self.turn}
+
+
+class TestSummarize:
+    """The policy says "s" where it is asked for a summary, else "a" and the number of the turn."""
+
+    def play(self, template=CHATML, turns=9, **options):
+        def said(episode, turn, context):
+            return f"<think>h</think>{'s' if 'Sum up.' in context else 'a'}{turn}"
+
+        tokenizer = byte_tokenizer(chat_template=template)
+        rule = Summarize("Sum up.", 100)
+        env = make_env(Notes, tokenizer, num_envs=1, **{"context_rule": rule, "on_done": "idle"} | options)
+        policy = ScriptedPolicy(said, tokenizer=tokenizer, max_output_tokens=40, read_context=True)
+        batch = env.rollout(turns, policy)
+        texts = [
+            tokenizer.decode(step[keys.PROMPT][: int(step[keys.PROMPT_LENGTH])].tolist()) for step in batch[0].unbind(0)
+        ]
+        return env, batch[0], texts
+
+    def test_contexts_are_those_of_a_conversation_that_begins_with_the_summary(self):
+        env, batch, texts = self.play()
+        segments = batch[keys.SEGMENT].flatten().tolist()
+        asked = [
+            turn for turn, text in enumerate(texts) if text.endswith("\n\nSum up.<|im_end|>\n<|im_start|>assistant\n")
+        ]
+        assert len(asked) > 1
+        assert segments == [sum(other < turn for other in asked) for turn in range(len(texts))]
+        for turn in asked:
+            number = turn - asked.index(turn)  # of the step whose message came with the request
+            conversation = [Message("user", "Speak."), Message("assistant", f"<think>h</think>s{turn}")]
+            conversation.append(Message("user", f"Message {number}."))
+            assert texts[turn + 1] == env.formatter.tokenizer.apply_chat_template(
+                [{"role": each.role, "content": each.content} for each in conversation],
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+
+    def test_the_environment_does_not_see_it_and_it_earns_nothing(self):
+        env, batch, texts = self.play()
+        steps = batch["next", "extra", "step"].flatten()
+        asked = torch.tensor(["Sum up" in text for text in texts])
+        assert steps[~asked].tolist() == [1, 2, 3, 4, 5]
+        assert steps[asked].isnan().all()
+        assert batch["next", "reward"].flatten()[asked].tolist() == [0.0] * int(asked.sum())
+        (got,) = (each.env.got for each in env.slots[0].envs.values())
+        assert len(got) == 5
+        assert not any("s" in text for text in got)
+        # it is trained as any other turn
+        row = turns_to_rows(batch.unsqueeze(0))[0]
+        assert {*row[keys.TURN_IDS].tolist()} == {*range(-1, len(texts))}
+
+    def test_it_counts_as_a_turn(self):
+        _, batch, texts = self.play(max_turns=3)
+        assert len(texts) == 3
+        assert int(batch["next", keys.STOP_REASON][-1]) == keys.StopReason.MAX_TURNS
+
+    def test_without_room_for_the_request_nothing_is_asked(self):
+        _, batch, texts = self.play(max_model_len=180, context_rule=Summarize("Sum up." + "!" * 40, 130))
+        assert not any("Sum up" in text for text in texts)
+        assert int(batch["next", keys.STOP_REASON][-1]) == keys.StopReason.CONTEXT
+
+    def test_what_was_thought_leaves_with_the_template(self):
+        _, batch, texts = self.play(TEMPLATES["drops"][0], context_rule=Summarize("Sum up.", 100))
+        assert any("Sum up" in text for text in texts)
+        assert not any("<think>" in text for text in texts)
+        assert int(batch[keys.SEGMENT][-1]) == len(texts) - 1
+
+    def test_demonstrations_have_none(self):
+        messages = [{"role": role, "content": "word " * 20} for role in ("user", "assistant", "user", "assistant")]
+        rule = Summarize("Sum up.", 150)
+        with pytest.raises(TranscriptError, match="Behind answer 0, the context rule Summarize"):
+            episode_from_messages(messages, ChatFormatter(byte_tokenizer()), context_rule=rule)
+
+    def test_players_are_not_asked(self):
+        with pytest.raises(ConfigError, match="context_rule is Summarize"):
+            SelfPlayEnv(TakeAway, tokenizer=byte_tokenizer(), context_rule=Summarize("Sum up.", 100))
+
+    @pytest.mark.parametrize(("prompt", "at_tokens"), [(" ", 5), ("Sum up.", 0)])
+    def test_arguments_are_checked(self, prompt, at_tokens):
+        with pytest.raises(ValueError, match="expected a request"):
+            Summarize(prompt, at_tokens)
+
+
+class TestThinkingIsCounted:
+    """Four episodes of a closed thought, one that the budget cut off, an empty one, and none."""
+
+    SAID = ("<think>\nhhh\n</think>\n\n4", f"<think>\n{'h' * 60}", "<think>\n\n</think>\n\n4", "4")
+
+    @pytest.fixture(params=["through tools", "drops", "marked"])
+    def batch(self, request):
+        template, pair, _ = TEMPLATES[request.param]
+        tokenizer = tokenizer_with(template, *pair)
+        # Where the prompt opens the thought, the last answer has to close it.
+        plain = "</think>\n\n4" if request.param == "marked" else "4"
+        opened = "<think>\n" if request.param == "marked" else ""
+        said = [text.removeprefix(opened) for text in (*self.SAID[:3], plain)]
+        policy = ScriptedPolicy(lambda episode, turn, context: said[turn], tokenizer=tokenizer, max_output_tokens=40)
+        env = make_env(partial(Thinker, 4), tokenizer, on_done="idle", max_model_len=1024)
+        return env.rollout(4, policy, break_when_any_done=False)
+
+    def test_what_is_thought_and_what_is_not_closed(self, batch):
+        rows = turns_to_rows(batch)
+        extras = keys.turn_extras(rows)
+        assert extras["thinking_open"].tolist() == [[0, 1, 0, 0]] * 4
+        lengths = extras["thinking_length"]
+        tokens = batch[keys.RESPONSE_MASK].sum(-1)
+        assert (lengths[:, 2:] == 0).all()
+        assert (lengths[:, 1] == tokens[:, 1]).all()
+        assert (lengths[:, 0] < tokens[:, 0]).all()
+        assert (lengths[:, 0] > 3).all()
+
+    def test_metrics_are_means_over_turns(self, batch):
+        rows = turns_to_rows(batch)
+        metrics = rollout_metrics(rows)
+        assert metrics["rollout/thinking_open"] == pytest.approx(1 / 4)
+        expected = keys.turn_extras(rows)["thinking_length"].mean().item()
+        assert metrics["rollout/thinking_length"] == pytest.approx(expected)
+
+    def test_a_template_without_thinking_counts_nothing(self):
+        tokenizer = load_tiny_tokenizer()
+        env = make_env(tokenizer=tokenizer, on_done="idle")
+        rows = turns_to_rows(env.rollout(9, scripted(tokenizer), break_when_any_done=False))
+        assert not keys.turn_extras(rows)
+        assert not [name for name in rollout_metrics(rows) if "thinking" in name]
+
+    def test_an_environment_keeps_its_own(self):
+        class Own(Thinker):
+            extras: ClassVar = {"thinking_length": float, "regret": float}
+
+            def step(self, action):
+                *step, info = super().step(action)
+                return (*step, info | {"thinking_length": -1.0, "regret": 2.0})
+
+        tokenizer = thinking_tokenizer()
+        env = make_env(Own, tokenizer)
+        extras = env.rollout(2, scripted(tokenizer))["next", "extra"]
+        assert {*extras.keys()} == {"thinking_length", "thinking_open", "regret"}
+        assert (extras["thinking_length"] == -1).all()
 
 
 class TestRun:

@@ -12,7 +12,7 @@ import numpy as np
 
 from torchrl_llm.data.conversations import conversation_of
 from torchrl_llm.envs.chat import ChatFormatter
-from torchrl_llm.envs.contexts import Append, ContextRule, Span, ids_of, num_tokens, selected
+from torchrl_llm.envs.contexts import Append, ContextRule, RequestingRule, Span, ids_of, num_tokens, selected
 from torchrl_llm.envs.record_files import read_records
 from torchrl_llm.episode import Episode, Turn
 from torchrl_llm.keys import StopReason
@@ -49,8 +49,8 @@ def episode_from_messages(
         context_rule: of the environment, see :class:`~torchrl_llm.envs.GEMEnv`.
 
     Raises:
-        TranscriptError: the roles are others, the system message is not the formatter's, or an
-            answer is empty.
+        TranscriptError: the roles are others, the system message is not the formatter's, an
+            answer is empty, or the context rule asks for a summary.
 
     Examples:
         >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -83,6 +83,11 @@ def episode_from_messages(
         if 2 * turn + 3 < len(spoken) and context != (shown := [*selected(rules, spans, formatter)]):
             episode.end_segment(np.array(ids_of(before)))
             context = shown
+        if isinstance(context_rule, RequestingRule) and 2 * turn + 3 < len(spoken) and context_rule.request(context):
+            raise TranscriptError(
+                f"Behind answer {turn}, the context rule {context_rule!r:.80} asks for what the conversation does not have: give shorter "
+                "ones, or another rule."
+            )
     episode.rewards = [0.0] * (len(episode.turns) - 1) + [reward]
     reason = StopReason.WON if success else StopReason.LOST
     episode.end(np.array(ids_of(context)), reason, terminated=True, truncated=False, success=success)

@@ -7,7 +7,17 @@ else.
 from torchrl_llm.envs.answers import MissingThinkingError
 from torchrl_llm.envs.chat import CHATML, ChatFormatter, ControlTokenError, compose_message
 from torchrl_llm.envs.columns import Extras, text_key
-from torchrl_llm.envs.contexts import Append, AsTemplate, ContextRule, KeepLast, ShowsAnswers, Slide, Span
+from torchrl_llm.envs.contexts import (
+    Append,
+    AsTemplate,
+    ContextRule,
+    KeepLast,
+    RequestingRule,
+    ShowsAnswers,
+    Slide,
+    Span,
+    Summarize,
+)
 from torchrl_llm.envs.dataset import PromptDatasetEnv, PromptFormatter, RowTaskSampler, read_rows, train_test_split
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.env_spec import EnvSpec
@@ -59,6 +69,7 @@ __all__ = [
     "PromptFormatter",
     "PromptTooLongError",
     "Reply",
+    "RequestingRule",
     "Response",
     "RewardError",
     "RewardTimeoutError",
@@ -73,6 +84,7 @@ __all__ = [
     "Span",
     "Stage",
     "SuccessRule",
+    "Summarize",
     "TaskIdentity",
     "TaskSampler",
     "TaskSpec",

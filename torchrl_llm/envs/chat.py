@@ -20,10 +20,11 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerBase
 
+from torchrl_llm import keys
 from torchrl_llm.envs.answers import AnswerForm, MissingThinking
-from torchrl_llm.envs.contexts import Append, AsTemplate, ContextRule, Span, Thought
+from torchrl_llm.envs.contexts import Append, AsTemplate, ContextRule, Span, Thought, num_tokens
 from torchrl_llm.envs.message_cache import MessageCache
-from torchrl_llm.envs.response import Response, text_behind_thinking
+from torchrl_llm.envs.response import Response, split_thinking
 from torchrl_llm.envs.template_probe import Contexts, not_append_only, probe_template
 from torchrl_llm.envs.template_properties import Frame, TemplateProperties
 from torchrl_llm.envs.template_view import TemplateView, follows_template
@@ -161,6 +162,7 @@ class ChatFormatter(Checked):
         properties: what the template does, found out by trying it
             (:mod:`torchrl_llm.envs.template_probe`).
         rule: which spans of an episode a turn sees.
+        columns: of a turn, what is counted of its thinking; none if the template knows no thinking.
         template_date: the day that the template shows; ``None``: it shows none.
         end_of_turn_ids: ids with which the tokenizer ends a response: the template's end-of-turn
             token first (before a user's message, then before tool output, if it is another one),
@@ -243,6 +245,8 @@ class ChatFormatter(Checked):
         self._view: TemplateView | None = None
         self._stripped: str | None = None
         self.rule: ContextRule = Append() if render is None or appends else self._followed(render)
+        thinks = self.properties.closes or self.properties.thinking_fields or self._view
+        self.columns = keys.THINKING_COLUMNS if thinks else ()
         if render is not None and appends and self.properties.ends_once:
             raise not_append_only(render, str(self.properties.rewrites))
 
@@ -303,14 +307,16 @@ class ChatFormatter(Checked):
             role: ``"tool"`` for tool output; rendered as ``"user"`` if the template knows no tool
                 role.
         """
-        if role not in get_args(Role):
-            raise ValueError(f"role is {role!r}; expected one of {get_args(Role)}.")
-        role, last = self._role_behind(response, role), response[-1] if len(response) else None
-        return self._encode_feedback(message, role, last is not None and self._ends[role] == last)
+        return self._feedback(response, message, role)[0]
 
-    def _role_behind(self, response: Sequence[int], role: Role) -> Role:
+    def _feedback(self, response: Sequence[int], message: str, role: Role) -> tuple[tuple[int, ...], Role]:
+        """:meth:`feedback`, and the role in which the message is rendered."""
+        if role not in self._ends:
+            raise ValueError(f"role is {role!r}; expected one of {get_args(Role)}.")
         last = int(response[-1]) if len(response) else None
-        return next((other for other in (role, *self._ends) if self._ends[other] == last is not None), role)
+        if closed := last is not None and last in self._ends.values():
+            role = role if self._ends[role] == last else next(each for each, end in self._ends.items() if end == last)
+        return self._encode_feedback(message, role, closed), role
 
     # ---------------------------------------- spans, of which contexts are made
 
@@ -338,9 +344,9 @@ class ChatFormatter(Checked):
                 its answer.
         """
         thought = 0 if said is None else self._num_thought(response, said)
-        thinking = [Span(response[:thought], turn, "thinking" if self._thinks(said) else "empty")] if thought else []
-        feedback = self.feedback(response, message, role=role)
-        role = self._role_behind(response, role)
+        kind: Literal["thinking", "empty"] = "thinking" if said is not None and said.thinking else "empty"
+        thinking = [Span(response[:thought], turn, kind)] if thought else []
+        feedback, role = self._feedback(response, message, role)
         ended = self._ends_once is not None and self._ends_once in response[-1:]
         end = len(response) - 1 if ended else len(response)
         answer = [Span(response[thought:end], turn, "answer")]
@@ -350,22 +356,30 @@ class ChatFormatter(Checked):
 
     def _with_opening(self, ids: tuple[int, ...], turn: int, role: Role) -> list[Span]:
         end = len(ids) - len(self._opening)
-        if not self._opening or ids[end:] != self._opening:
-            return [Span(ids, turn, "message", role)]
-        return [Span(ids[:end], turn, "message", role), Span(self._opening, turn + 1, "opening")]
+        if self._opening and ids[end:] == self._opening:
+            return [Span(ids[:end], turn, "message", role), Span(self._opening, turn + 1, "opening")]
+        return [Span(ids, turn, "message", role)]
 
-    def _thinks(self, said: Response | None) -> bool:
-        """Whether there is a thought in the thinking of a response, not white space alone."""
+    def thinking_counts(self, said: Response, spans: Sequence[Span]) -> dict[str, float]:
+        """What :attr:`columns` have of a response, by name.
+
+        Args:
+            said: what :meth:`decode` made of it.
+            spans: what :meth:`turn_spans` made of it, with ``said``.
+        """
         opening, closing = self.properties.thinks
-        return bool((said or "").lstrip().removeprefix(opening).partition(closing)[0].strip())
+        length = num_tokens([span for span in spans if span.kind == "thinking"])
+        is_open = said.lstrip().startswith(opening) and closing not in said
+        return {keys.THINKING_LENGTH[-1]: length, keys.THINKING_OPEN[-1]: is_open} if self.columns else {}
 
     def _num_thought(self, response: Sequence[int], said: Response) -> int:
         """How many ids of a response are its thinking, with the white space behind it that the
         template strips; all but the token that ended the response, if the thought is not closed."""
-        text = said[len(self.properties.opens) :] if self._in_thought else said
+        in_thought = self._in_thought and said.startswith(self.properties.opens)
+        text = said[len(self.properties.opens) :] if in_thought else said
         opening, closing = self.properties.thinks
         before, closing, answer = text.partition(closing)
-        if not (self._in_thought or said.lstrip().startswith(opening)):
+        if not (in_thought or said.lstrip().startswith(opening)):
             # Behind an empty thought that the prompt has, the same white space is stripped.
             before, closing, answer = "", "", text if self._view and self.properties.opens else ""
         start = len(before + closing) + len(answer) - len(answer.lstrip(self._stripped))
@@ -402,8 +416,8 @@ class ChatFormatter(Checked):
     def _said(self, response: Sequence[int], *, in_thought: bool) -> Response:
         text = self._text(self._without_end(response))
         whole = self.properties.opens + text if in_thought else text
-        text = text_behind_thinking(whole, self.properties.thinks, opened=in_thought)
-        return Response(whole, text=text.removeprefix(self.properties.header))
+        thinking, text = split_thinking(whole, self.properties.thinks, opened=in_thought)
+        return Response(whole, text=text.removeprefix(self.properties.header), thinking=thinking)
 
     def _without_end(self, response: Sequence[int]) -> Sequence[int]:
         ended = len(response) and (response[-1] in self.stop_ids or response[-1] in self.end_of_turn_ids)

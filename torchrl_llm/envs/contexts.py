@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torchrl_llm.rendering import Role
 
@@ -27,15 +27,17 @@ class Span(NamedTuple):
         kind: a message of the environment; what the prompt opens for the assistant, such as
             ``<think>``; or of a response, its thinking up to the answer (an empty thought is a kind
             of its own), the rest, and the token that ended it, if the template ends no earlier
-            answer by it.
+            answer by it. A summary is what answers a request of a rule (:class:`RequestingRule`).
         role: of a message.
     """
 
     ids: Sequence[int]
     turn: int
-    kind: Literal["message", "opening", "thinking", "empty", "answer", "end"]
+    kind: Literal["message", "opening", "thinking", "empty", "answer", "summary", "end"]
     role: Role = "user"
 
+
+_ANSWERS = ("answer", "summary")
 
 Thought = Literal["none", "empty", "some"]
 """What an answer has thought before it."""
@@ -72,14 +74,30 @@ class ContextRule(Protocol):
         ...
 
 
+@runtime_checkable
+class RequestingRule(ContextRule, Protocol):
+    """A rule that may ask something of the policy before the episode continues, in a turn of its
+    own: the answer is sampled and trained as others, earns no reward itself, and the environment
+    does not see it."""
+
+    def request(self, context: Sequence[Span]) -> str | None:
+        """What is asked; ``None``: nothing.
+
+        Args:
+            context: of the next turn, if nothing is asked. The request stands behind its last
+                message, which the turn after the answer gets once more.
+        """
+        ...
+
+
 def num_tokens(spans: Sequence[Span]) -> int:
     """How many tokens spans have together."""
-    return sum(len(span.ids) for span in spans)
+    return sum([len(span.ids) for span in spans])
 
 
 def ids_of(spans: Sequence[Span]) -> list[int]:
     """The tokens of spans."""
-    return [*chain.from_iterable(span.ids for span in spans)]
+    return [*chain.from_iterable([span.ids for span in spans])]
 
 
 def selected(
@@ -130,7 +148,7 @@ class AsTemplate(Append):
     """
 
     def __call__(self, spans: Sequence[Span], formatter: ShowsAnswers, room: int) -> Sequence[Span]:
-        turns = [span.turn for span in spans if span.kind == "answer"]
+        turns = [span.turn for span in spans if span.kind in _ANSWERS]
         roles = tuple(span.role for span in spans if span.kind == "message")
         kinds: dict[str, Thought] = {"thinking": "some", "empty": "empty"}
         thoughts = {span.turn: kinds[span.kind] for span in spans if span.kind in kinds}
@@ -142,7 +160,7 @@ class AsTemplate(Append):
                 continue
             if span.turn not in instead or span.kind == "message":
                 shown.append(span)
-            elif span.kind == "answer":
+            elif span.kind in _ANSWERS:
                 ids = instead[span.turn]
                 shown += [Span(ids, span.turn, "opening"), span] if ids else [span]
         return shown
@@ -174,6 +192,45 @@ class KeepLast(Append):
 
     def __call__(self, spans: Sequence[Span], formatter: ShowsAnswers, room: int) -> Sequence[Span]:
         return _since(spans, _last_turn(spans) + 1 - self.turns)
+
+
+@dataclass(frozen=True)
+class Summarize(Append):
+    """A summary takes the place of what was said, whenever that has become long.
+
+    Where a context has more than ``at_tokens`` tokens, the policy is asked for a summary (see
+    :class:`RequestingRule`). The turns after it see the first message, the summary, and what
+    follows it. A context that has no room for the request is left as it is.
+
+    Attributes:
+        prompt: the request.
+        at_tokens: >= 1.
+
+    Raises:
+        ValueError: ``prompt`` is empty, or ``at_tokens`` is less.
+
+    Examples:
+        >>> rule = Summarize("Sum up what you know.", at_tokens=6)
+        >>> said = [Span([1, 2], -1, "message"), Span([3], 0, "answer"), Span([4, 5, 6, 7], 0, "message")]
+        >>> rule.request(said)
+        'Sum up what you know.'
+        >>> said += [Span([8], 1, "summary"), Span([4, 5], 1, "message")]
+        >>> [span.ids for span in rule(said, None, room=100)]
+        [[1, 2], [8], [4, 5]]
+    """
+
+    prompt: str
+    at_tokens: int
+
+    def __post_init__(self) -> None:
+        if not self.prompt.strip() or self.at_tokens < 1:
+            raise ValueError(f"{self!r:.200}; expected a request, such as 'Sum up what you know.', and at_tokens >= 1.")
+
+    def request(self, context: Sequence[Span]) -> str | None:
+        return self.prompt if num_tokens(context) > self.at_tokens else None
+
+    def __call__(self, spans: Sequence[Span], formatter: ShowsAnswers, room: int) -> Sequence[Span]:
+        return _since(spans, max((span.turn for span in spans if span.kind == "summary"), default=0))
 
 
 @dataclass(frozen=True)

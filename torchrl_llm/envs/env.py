@@ -89,9 +89,10 @@ class GEMEnv(Checked, EnvBase):
         num_envs: slots N; default 1. A multiple of ``group_size``.
         max_model_len: width of the context in tokens; default 1024.
         max_output_tokens: width of a response in tokens; default 64.
-        max_turns: our turn budget; default none.
+        max_turns: our turn budget, which summaries count in too; default none.
         context_rule: selects from what the template shows of an episode what a turn sees, such as
-            :class:`~torchrl_llm.envs.KeepLast`; default all.
+            :class:`~torchrl_llm.envs.KeepLast` or :class:`~torchrl_llm.envs.Summarize`; default
+            all.
         overflow: ``"truncate"`` (default) or ``"slide"``: what happens when the context is full.
         group_size: episodes that share a task; default 1.
         weights: how often each environment of a mixture is sampled, see

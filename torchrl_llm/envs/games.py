@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, cast, runtime_checkable
 from tensordict import TensorDictBase
 
 from torchrl_llm.envs.columns import ExtraKinds
+from torchrl_llm.envs.contexts import RequestingRule
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.isolation import IsolatedEnv, kept_global_rng
@@ -296,6 +297,11 @@ class SelfPlayEnv(GEMEnv):
         num_envs: Count | None = None,
         **options: Any,
     ) -> None:
+        if isinstance(rule := options.get("context_rule"), RequestingRule):
+            raise ConfigError(
+                f"{type(self).__name__}: context_rule is {rule!r:.80}, which asks seats for more than their moves; expected one that does not, "
+                "such as KeepLast(4)."
+            )
         sources: Sequence[Any] = [env] if isinstance(env, str | EnvSpec) or callable(env) else env
         specs = [*map(resolve_env, sources)]
         players = {spec.name: _players(spec) for spec in specs}

@@ -14,8 +14,7 @@ THINKING: Pair = ("<think>", "</think>")
 
 
 class Response(str):
-    """The text of a response: the string that it is, with the answer apart from the thinking beside
-    it.
+    """The text of a response: the string that it is, with the thinking and the answer beside it.
 
     As a string it is the whole response, without the token that ended it. It begins with the
     thought that the chat template opened for the assistant, if it did (``<think>\\n``), so that a
@@ -24,36 +23,41 @@ class Response(str):
     ``torch.load(weights_only=True)`` reads them where this package is imported.
 
     Text environments, reward functions and games get it. Of one made by hand, ``text`` is the whole
-    text unless it is given.
+    text and ``thinking`` is empty, unless they are given.
 
     Attributes:
         text: the answer: what stands behind the thinking, without white space before it. The whole
             text where there is no thinking; empty while the thought is not closed.
+        thinking: what was thought before it, without its markers and the white space around it;
+            of a thought that is not closed, all that there is.
 
     Examples:
-        >>> response = Response("<think>\\nEasy.\\n</think>\\n\\n4", text="4")
-        >>> response.startswith("<think>"), response.text, response == "<think>\\nEasy.\\n</think>\\n\\n4"
-        (True, '4', True)
+        >>> response = Response("<think>\\nEasy.\\n</think>\\n\\n4", text="4", thinking="Easy.")
+        >>> response.startswith("<think>"), response.text, response.thinking
+        (True, '4', 'Easy.')
         >>> Response("4").text
         '4'
     """
 
-    __slots__ = ("text",)
+    __slots__ = ("text", "thinking")
 
     text: str
+    thinking: str
 
-    def __new__(cls, whole: str = "", *, text: str | None = None) -> Self:
+    def __new__(cls, whole: str = "", *, text: str | None = None, thinking: str = "") -> Self:
         made = super().__new__(cls, whole)
         # str() of a response, for itself, would be a response.
         made.text = str.__str__(made) if text is None else text
+        made.thinking = thinking
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _response, (str.__str__(self), self.text)
+        return _response, (str.__str__(self), self.text, self.thinking)
 
 
-def _response(whole: str, text: str) -> Response:
-    return Response(whole, text=text)
+# Pickles of earlier versions have no thinking.
+def _response(whole: str, text: str, thinking: str = "") -> Response:
+    return Response(whole, text=text, thinking=thinking)
 
 
 # They refuse every subclass of str that they are not told of.
@@ -64,21 +68,24 @@ for _dumper in ("SafeDumper", "Dumper", "CSafeDumper", "CDumper"):
         getattr(yaml, _dumper).add_representer(Response, lambda dumper, text: dumper.represent_str(str.__str__(text)))
 
 
-def text_behind_thinking(response: str, markers: Pair = THINKING, *, opened: bool = False) -> str:
-    """What stands behind the thinking with which a response begins: :attr:`Response.text`.
+def split_thinking(response: str, markers: Pair = THINKING, *, opened: bool = False) -> tuple[str, str]:
+    """The thinking with which a response begins, and what stands behind it:
+    :attr:`Response.thinking` and :attr:`Response.text`.
 
     Args:
         response: the response.
         markers: they enclose thinking.
-        opened: the response begins within a thought, whose opening marker is not a part of it.
+        opened: the response begins within a thought, with its opening marker or without it.
 
     Examples:
-        >>> text_behind_thinking("<think>\\n5 or 7?\\n</think>\\n\\n5"), text_behind_thinking("5 </think>")
-        ('5', '5 </think>')
-        >>> text_behind_thinking("<think>\\n5 or"), text_behind_thinking("5?</think> 5", opened=True)
-        ('', '5')
+        >>> split_thinking("<think>\\n5 or 7?\\n</think>\\n\\n5"), split_thinking("5 </think>")
+        (('5 or 7?', '5'), ('', '5 </think>'))
+        >>> split_thinking("<think>\\n5 or"), split_thinking("5?</think> 5", opened=True)
+        (('5 or', ''), ('5?', '5'))
     """
     opening, closing = markers
-    if not opened and not response.lstrip().startswith(opening):
-        return response
-    return response.partition(closing)[2].lstrip()
+    begun = response.lstrip()
+    if not opened and not begun.startswith(opening):
+        return "", response
+    thinking, _, text = begun.removeprefix(opening).partition(closing)
+    return thinking.strip(), text.lstrip()

@@ -20,11 +20,12 @@ import numpy.typing as npt
 import torch
 
 from torchrl_llm.envs.chat import ChatFormatter
-from torchrl_llm.envs.columns import merged_columns
-from torchrl_llm.envs.contexts import Append, ContextRule, Slide, Span, ids_of, num_tokens, selected
+from torchrl_llm.envs.columns import NO_EXTRAS, merged_columns
+from torchrl_llm.envs.contexts import Append, ContextRule, RequestingRule, Slide, Span, ids_of, num_tokens, selected
 from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.isolation import Call, IsolatedEnv, Pool, kept_global_rng, revoke_global_rng
+from torchrl_llm.envs.response import Response
 from torchrl_llm.envs.tasks import TaskIdentity, TaskSampler, TaskSpec
 from torchrl_llm.envs.text_env import NO_STEP, EnvironmentFault, EnvironmentUnavailableError, TextStep
 from torchrl_llm.keys import COLUMNS, REWARD, NestedKey, StopReason
@@ -62,6 +63,8 @@ class Reply(NamedTuple):
         context: the spans of the next context, which opens a new segment; ``None``: it grows by
             ``spans``. Also at the end of an episode that was cut off.
         task: of a reset, the task.
+        asked: whether the context ends with a request of the context rule, whose answer the
+            environment does not get.
     """
 
     spans: Sequence[Span]
@@ -69,6 +72,7 @@ class Reply(NamedTuple):
     stop_reason: StopReason = StopReason.RUNNING
     context: Sequence[Span] | None = None
     task: TaskIdentity = NO_TASK
+    asked: bool = False
 
 
 @dataclass
@@ -88,6 +92,8 @@ class Slot:
         stop_reason: why the episode ended, or that it runs.
         responses: the ids of the responses so far.
         steps: what the environment returned to each.
+        asked: whether the context ends with a request of the context rule: the message of the last
+            step comes once more behind the next response, which the environment does not get.
     """
 
     envs: dict[int, IsolatedEnv] = field(default_factory=dict)
@@ -102,6 +108,7 @@ class Slot:
     stop_reason: StopReason = StopReason.RUNNING
     responses: list[list[int]] = field(default_factory=list)
     steps: list[TextStep] = field(default_factory=list)
+    asked: bool = False
 
     @property
     def total(self) -> float:
@@ -191,7 +198,8 @@ class SlotMachine:
         last_fault: of ``faults``, the last; ``None``: none failed.
         new_faults: those since it was set to (), as a ``GEMEnv`` does before each reset and step.
         names: of the environments.
-        columns: of a turn, beside those that all have: what they declare.
+        columns: of a turn, beside those that all have: what they declare, and what the formatter
+            counts.
         prompt: ``[N, max_model_len]`` int64, the contexts, each valid up to its slot's length.
 
     Examples:
@@ -227,12 +235,14 @@ class SlotMachine:
         # First, because it fails at once where there is no memory for so many slots.
         self.prompt = torch.zeros(self.num_slots, self.max_model_len, dtype=torch.int64)
         self.names = tuple(spec.name for spec in self.mixture)
-        self.columns = merged_columns((spec.name, spec.columns) for spec in self.mixture)
+        counted = ("the chat template", self.formatter.columns)
+        self.columns = merged_columns([counted, *((spec.name, spec.columns) for spec in self.mixture)])
         # An evaluation replaces the sampler.
         self._stream, self._first_seed = self.task_sampler.stream, self.task_sampler.seed
         slide = [Slide()] if self.overflow == "slide" else []
         rules = (self.formatter.rule, self.context_rule or Append(), *slide)
         self._rules = [rule for rule in rules if type(rule) is not Append]
+        self._request = self.context_rule.request if isinstance(self.context_rule, RequestingRule) else None
         self._slots = [Slot() for _ in range(self.num_slots)]
         self._firsts: tuple[Any, list[int]] = (None, [])
         self._pool: Pool | None = None
@@ -322,8 +332,8 @@ class SlotMachine:
         self._show(slot, reply.spans)
 
     def answer(self, slot: int, response: list[int]) -> Reply:
-        """Send a response to a slot's environment; nothing but the environment changes until
-        :meth:`advance`.
+        """Send a response to a slot's environment, unless the context rule has asked for it;
+        nothing but the environment changes until :meth:`advance`.
 
         Different slots may be opened and answered in different threads at once.
 
@@ -333,12 +343,32 @@ class SlotMachine:
         state = self._slots[slot]
         try:
             said = self.formatter.decode(response)
-            step = state.envs[state.task_spec.env_id].step(said)
-            split = said if self._rules else None
+            if state.asked:
+                step = state.steps[-1]._replace(reward=0.0, success=None, extras=NO_EXTRAS)
+            else:
+                step = state.envs[state.task_spec.env_id].step(said)
+            split = said if self._rules or self.formatter.columns else None
             new = self.formatter.turn_spans(response, step.message, state.turn, role=step.role, said=split)
+            step = step.with_extras(self.formatter.thinking_counts(said, new))
         except (Exception, SystemExit) as error:
             raise self.fault(state.task_spec, state.turn, error) from error
-        return Reply(new, step, *self._next_context(state, new, self._stop_reason(state, step)))
+        if state.asked:
+            new = [span._replace(kind="summary") if span.kind == "answer" else span for span in new]
+        reply = Reply(new, step, *self._next_context(state, new, self._stop_reason(state, step)))
+        if self._request is None or state.asked or reply.stop_reason != StopReason.RUNNING:
+            return reply
+        context = [*state.context, *new] if reply.context is None else reply.context
+        request = self._request(context)
+        return reply if request is None else self._asking(state, response, said, reply, request)
+
+    def _asking(self, state: Slot, response: list[int], said: Response, reply: Reply, request: str) -> Reply:
+        """A reply whose message ends with a request; as it was, where that has no room."""
+        # of the user, also behind the output of a tool
+        new = self.formatter.turn_spans(response, f"{reply.step.message}\n\n{request}", state.turn, said=said)
+        reason, context = self._next_context(state, new, StopReason.RUNNING)
+        if reason != StopReason.RUNNING:
+            return reply
+        return reply._replace(spans=new, context=context, asked=True)
 
     def _next_context(
         self, state: Slot, new: list[Span], reason: StopReason
@@ -371,7 +401,7 @@ class SlotMachine:
         state.responses.append(response)
         state.turn += 1
         state.steps.append(reply.step)
-        state.stop_reason = reply.stop_reason
+        state.stop_reason, state.asked = reply.stop_reason, reply.asked
         state.spans += reply.spans
         if reply.stop_reason in TERMINATED:
             self.success.watch(state, reply)
@@ -518,16 +548,17 @@ class SlotMachine:
 
     def _show(self, slot: int, context: Sequence[Span]) -> None:
         self._slots[slot].context, self._slots[slot].length = [], 0
-        self.prompt[slot] = 0
+        self.prompt.numpy()[slot] = 0
         self._append(slot, context)
 
     def _append(self, slot: int, spans: Sequence[Span]) -> None:
         # Cuts nothing while an episode runs: it ends where the next response would not fit.
-        length = self._slots[slot].length
-        ids = ids_of(spans)[: self.max_model_len - length]
-        self.prompt.numpy()[slot, length : length + len(ids)] = ids
-        self._slots[slot].length += len(ids)
-        self._slots[slot].context += spans
+        state = self._slots[slot]
+        ids = ids_of(spans)[: self.max_model_len - state.length]
+        end = state.length + len(ids)
+        self.prompt.numpy()[slot, state.length : end] = ids
+        state.length = end
+        state.context += spans
 
     def _stop_reason(self, state: Slot, step: TextStep) -> StopReason:
         """Why the episode ends with a step, if not for its context."""

@@ -122,6 +122,10 @@ class TextStep(NamedTuple):
         extras = Extras.read(info, kinds) if kinds else NO_EXTRAS
         return cls(compose_message(text, info), role, float(reward), bool(terminated), bool(truncated), said, extras)
 
+    def with_extras(self, values: Mapping[str, float]) -> TextStep:
+        """The same step with further extras; those that it has already stay."""
+        return self._replace(extras=Extras({**values, **self.extras.values}, self.extras.texts)) if values else self
+
     @property
     def values(self) -> dict[NestedKey, float]:
         """What it has of each column of the turn, by name."""

@@ -26,6 +26,8 @@ METRICS: dict[str, str] = {
     "rollout/turns": "turns per episode",
     "rollout/penalized": "share of turns with a negative reward: in GEM's games, turns in no legal format",
     "rollout/response_length": "tokens per response",
+    "rollout/thinking_length": "tokens of thinking per response, where the chat template knows thinking",
+    "rollout/thinking_open": "share of turns whose thinking was not closed: max_output_tokens cut it off, or the response ended in it",
     "rollout/truncated": "share of episodes that were truncated (context, step budget) instead of terminated",
     "rollout/episodes": "episodes collected in training so far",
     "rollout/steps": "turns collected in training so far",
@@ -127,6 +129,7 @@ ROLLOUT_KEYS = (
     keys.TURN_TERMINATED,
     keys.TURN_TRUNCATED,
     keys.ROW_WEIGHT,
+    *(keys.row_key(column.name) for column in keys.THINKING_COLUMNS),
 )
 """The keys of rows that :func:`rollout_metrics`, :func:`staleness` and :func:`throughput` read."""
 
@@ -337,12 +340,27 @@ def _rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
         "rollout/truncated": truncated.any(-1),
         "rollout/turns": mask.sum(-1),
     }
-    return {name: (each * weight).mean().item() for name, each in means.items()} | {
-        "rollout/penalized": ((penalized.sum(-1) * weight).sum() / turns).item(),
-        "rollout/response_length": ((actions.sum(-1) * weight).sum() / turns).item(),
-        "data/tokens": float(valid),
-        "data/action_share": (actions.sum() / valid).item(),
-    }
+    return (
+        {name: (each * weight).mean().item() for name, each in means.items()}
+        | _thinking_metrics(rows, weight)
+        | {
+            "rollout/penalized": ((penalized.sum(-1) * weight).sum() / turns).item(),
+            "rollout/response_length": ((actions.sum(-1) * weight).sum() / turns).item(),
+            "data/tokens": float(valid),
+            "data/action_share": (actions.sum() / valid).item(),
+        }
+    )
+
+
+def _thinking_metrics(rows: TensorDictBase, weight: Tensor) -> dict[str, float]:
+    """Means over the turns of which thinking was counted."""
+    extras, mask, metrics = keys.turn_extras(rows), rows[keys.TURN_MASK], {}
+    for name in (key[-1] for key in (keys.THINKING_LENGTH, keys.THINKING_OPEN)):
+        counted = mask & ~extras[name].isnan() if name in extras else mask.new_zeros(mask.shape)
+        if counted.any():
+            total = (extras[name].where(counted, 0.0).sum(-1) * weight).sum()
+            metrics[f"rollout/{name}"] = (total / (counted.sum(-1) * weight).sum()).item()
+    return metrics
 
 
 def credit_metrics(rows: TensorDictBase) -> dict[str, float]:
