@@ -39,10 +39,12 @@ STYLES = {
     '"parameters": {{ call.arguments | tojson }}}{% endfor %}',
 }  # fmt: skip
 HEADER = (
-    "{% for m in messages %}<|start|>{{ m.role }}{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}"
-    " to=functions.{{ call.name }}<|channel|>commentary json<|message|>{{ call.arguments | tojson }}<|call|>"
-    "{% else %}<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role != 'assistant' %}<|message|>{{ m.content }}<|end|>{% else %}"
+    "{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}"
+    "{% if m.tool_calls %}{% set call = m.tool_calls[0].function %} to=functions.{{ call.name }}<|channel|>commentary json"
+    "<|message|>{{ call.arguments | tojson }}<|call|>{% else %}<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 TEMPLATES = {name: CHAT.format(calls=calls) for name, calls in STYLES.items()} | {"header": HEADER}
 TOKENS = [

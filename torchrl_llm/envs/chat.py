@@ -28,6 +28,8 @@ from torchrl_llm.envs.response import Response, split_thinking
 from torchrl_llm.envs.template_probe import Contexts, not_append_only, probe_template
 from torchrl_llm.envs.template_properties import Frame, TemplateProperties
 from torchrl_llm.envs.template_view import TemplateView, follows_template
+from torchrl_llm.envs.tool_calls import BadCall, CallForm, ToolCall, find_call_form
+from torchrl_llm.envs.tools import Tool, tool_schemas
 from torchrl_llm.rendering import ChatTemplateError, Renderer, Role
 from torchrl_llm.stops import control_tokens, token_pattern
 from torchrl_llm.utils.options import Checked, ConfigError
@@ -126,6 +128,12 @@ def _puts_space_before_text(tokenizer: PreTrainedTokenizerBase) -> bool:
     return not (pieces[0][0] if pieces else text).startswith("5")
 
 
+def _with_tools(kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    if tools and "tools" in kwargs:
+        raise ConfigError("There are tools, and others in chat_template_kwargs: leave those out.")
+    return {**kwargs, "tools": [*tools]} if tools else dict(kwargs)
+
+
 class ChatFormatter(Checked):
     """Renders a conversation through the tokenizer's own chat template to token ids.
 
@@ -157,10 +165,13 @@ class ChatFormatter(Checked):
             (default), or close the thought before it (``"empty"``).
         template_date: the day, such as ``"2026-11-25"``, that a template which shows today's date
             shows; default: the day on which the formatter is made.
+        tools: what the template shows as the tools, see :data:`~torchrl_llm.envs.tools.Tool`; the
+            calls in a response are read then (:attr:`Response.calls`). Default: none.
 
     Attributes:
         properties: what the template does, found out by trying it
             (:mod:`torchrl_llm.envs.template_probe`).
+        tools: the JSON schema of each tool.
         rule: which spans of an episode a turn sees.
         columns: of a turn, what is counted of its thinking; none if the template knows no thinking.
         template_date: the day that the template shows; ``None``: it shows none.
@@ -180,6 +191,8 @@ class ChatFormatter(Checked):
             (from :meth:`start` and :meth:`feedback`).
         ValueError: a message is not Unicode text: it holds half of a surrogate pair (likewise).
         ChatTemplateError: the template refuses the conversation, for example its system message.
+        ConfigError: there are tools, and the template does not write calls in a form that can be
+            read.
 
     Examples:
         >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -204,12 +217,14 @@ class ChatFormatter(Checked):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         missing_thinking: MissingThinking = "refuse",
         template_date: str | None = None,
+        tools: Sequence[Tool] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.contexts = contexts
         self.system_prompt = system_prompt
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.tools = tool_schemas(tools)
+        self.chat_template_kwargs = _with_tools(chat_template_kwargs or {}, self.tools)
         self.missing_thinking = missing_thinking
         added = control_tokens(tokenizer)
         self._control = {str(token): token for token in added.values()}
@@ -219,23 +234,25 @@ class ChatFormatter(Checked):
         self._spaces_text = _puts_space_before_text(tokenizer)
         self._bos: tuple[int, ...] = ()
         today = read_date(template_date) or date.today()
-        content: dict[str, Any] = {"system_prompt": system_prompt, "chat_template_kwargs": chat_template_kwargs}
+        content: dict[str, Any] = {"system_prompt": system_prompt, "chat_template_kwargs": self.chat_template_kwargs}
         render = None if template == "raw" else Renderer(tokenizer, **content, today=today)
         appends = contexts == "append"
         self.properties = (
             self._raw_properties() if render is None else probe_template(render, self._control, appends=appends)
         )
         self._form = AnswerForm(render, self.properties, missing_thinking)
+        self._calls = self._call_form(render) if self.tools else None
         # Where a response begins to the template, and here.
         self._in_thought = self._begins_in_thought = self._form.is_open("")
         self.template_date = today.isoformat() if self.properties.shows_date else None
         # Tokens that a template writes within answers, such as those around thinking.
-        own = "".join(self.properties.thinks) + self.properties.header
+        own = "".join([*self.properties.thinks, self.properties.header, *(self._calls.tokens if self._calls else ())])
         within = {i for i, t in added.items() if str(t) in own or any(str(t) in pair for pair in self.properties.pairs)}
         self._not_in_answers = frozenset(i for i, token in added.items() if token.special) - within
         self._ends = {role: self._id(frame.end) for role, frame in self.properties.frames.items()}
         self._ends_once = self._id(self.properties.ends_once)
-        ends = [self._ends_once, *self._ends.values(), tokenizer.eos_token_id]
+        self._call_end = self._id(self._calls.end) if self._calls else None
+        ends = [self._ends_once, *self._ends.values(), self._call_end, tokenizer.eos_token_id]
         self.end_of_turn_ids: tuple[int, ...] = tuple(dict.fromkeys(end for end in ends if end is not None))
         self.stop_ids: tuple[int, ...] = tuple(i for i, token in added.items() if token.special)
         self._make_caches()
@@ -249,6 +266,15 @@ class ChatFormatter(Checked):
         self.columns = keys.THINKING_COLUMNS if thinks else ()
         if render is not None and appends and self.properties.ends_once:
             raise not_append_only(render, str(self.properties.rewrites))
+
+    def _call_form(self, render: Renderer | None) -> CallForm:
+        form = None if render is None else find_call_form(render)
+        if form is None:
+            raise ConfigError(
+                f"The chat template of the tokenizer {self.tokenizer.name_or_path!r} writes no calls of tools, or in no form that can be "
+                "read. Leave the tools out, or give the tokenizer a template that writes calls (in a run the setting chat_template)."
+            )
+        return form
 
     def _followed(self, render: Renderer) -> ContextRule:
         """The rule by which contexts are what a template shows."""
@@ -316,6 +342,7 @@ class ChatFormatter(Checked):
         last = int(response[-1]) if len(response) else None
         if closed := last is not None and last in self._ends.values():
             role = role if self._ends[role] == last else next(each for each, end in self._ends.items() if end == last)
+        closed = closed or (last is not None and last == self._call_end)
         return self._encode_feedback(message, role, closed), role
 
     # ---------------------------------------- spans, of which contexts are made
@@ -414,10 +441,18 @@ class ChatFormatter(Checked):
         return self._said(response, in_thought=self._begins_in_thought)
 
     def _said(self, response: Sequence[int], *, in_thought: bool) -> Response:
-        text = self._text(self._without_end(response))
+        ids = self._without_end(response)
+        text = self._text(ids)
         whole = self.properties.opens + text if in_thought else text
         thinking, text = split_thinking(whole, self.properties.thinks, opened=in_thought)
-        return Response(whole, text=text.removeprefix(self.properties.header), thinking=thinking)
+        calls = () if self._calls is None else self._calls_in(self._calls, ids, in_thought)
+        return Response(whole, text=text.removeprefix(self.properties.header), thinking=thinking, calls=calls)
+
+    def _calls_in(self, form: CallForm, ids: Sequence[int], in_thought: bool) -> tuple[ToolCall | BadCall, ...]:
+        """The calls in an answer: those in its thinking are thoughts."""
+        whole = form.masked(self.properties.opens if in_thought else "") + form.masked(ids)
+        opening, closing = map(form.masked, self.properties.thinks)
+        return form.parse_masked(split_thinking(whole, (opening, closing), opened=in_thought)[1], self.tools)
 
     def _without_end(self, response: Sequence[int]) -> Sequence[int]:
         ended = len(response) and (response[-1] in self.stop_ids or response[-1] in self.end_of_turn_ids)
@@ -479,7 +514,8 @@ class ChatFormatter(Checked):
         end = self._ends[role]
         # The frame starts by closing the turn; a response that closed it itself needs only the
         # rest.
-        return ids[ids.index(end) + 1 :] if closed and end is not None else ids
+        ends = self._control_ids if end is None else {end}
+        return ids[next(i for i, each in enumerate(ids) if each in ends) + 1 :] if closed else ids
 
     def _encode(self, frame: Frame, message: str, *, behind: str = "") -> tuple[int, ...]:
         before, after, trims, _ = frame

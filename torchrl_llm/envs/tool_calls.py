@@ -85,6 +85,7 @@ class CallForm:
     Attributes:
         end: the control token that ends an answer with calls, where other answers end otherwise,
             such as harmony's ``<|call|>``; ``None``: they end alike.
+        tokens: the control tokens that calls are written with.
 
     Examples:
         >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -106,6 +107,8 @@ class CallForm:
         tokens = MASK.findall(end)
         usual = any(token in probe.tail for token in tokens)
         self.end: str | None = probe.masks.plain(tokens[-1]) if tokens and not usual else None
+        written = probe.written([_ONE]).removesuffix(end)
+        self.tokens = frozenset(map(probe.masks.plain, MASK.findall(written)))
 
     def write(self, calls: Sequence[ToolCall], text: str = "") -> str:
         """What the template writes behind the generation prompt, without the end of the answer.
