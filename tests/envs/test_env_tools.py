@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle
+from typing import ClassVar
 
 import pytest
 import torch
 from test_tool_calls import TEMPLATES, tokenizer_of
 
-from torchrl_llm.envs import ChatFormatter, GEMEnv, Response
+from torchrl_llm import keys
+from torchrl_llm.collectors import TurnCollector
+from torchrl_llm.envs import ChatFormatter, EnvironmentFault, GEMEnv, Response
 from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.tool_calls import BadCall, ToolCall
+from torchrl_llm.envs.tool_env import ToolEnv, with_tools
 from torchrl_llm.envs.tools import ToolError, tool_schemas
-from torchrl_llm.testing.environments import Echo
+from torchrl_llm.metrics.rollouts import rollout_metrics
+from torchrl_llm.testing.environments import Echo, StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 from torchrl_llm.utils.options import ConfigError
@@ -168,3 +174,152 @@ class TestGEMEnv:
         same = EnvSpec("same", Echo, tools=tool_schemas([add]))
         assert len(self.env(tokenizer, [Calculator, same]).formatter.tools) == 1
         assert len(self.env(tokenizer, [Calculator, other], tools=[add, look]).formatter.tools) == 2
+
+
+def said(*calls):
+    return Response("...", calls=calls)
+
+
+def fail() -> str:
+    """Fail."""
+    raise OSError("broken")
+
+
+class Notes:
+    """Tools with a state."""
+
+    def __init__(self):
+        self.notes, self.closed = [], False
+
+    def schemas(self):
+        return [{"name": "note", "parameters": {"properties": {"text": {"type": "string"}}, "required": ["text"]}}]
+
+    def call(self, name, arguments):
+        if not arguments["text"]:
+            raise ToolError("A note has a text.")
+        self.notes.append(arguments["text"])
+        return f"{len(self.notes)} notes"
+
+
+class TestToolEnv:
+    def env(self, **options):
+        env = ToolEnv(StopOrGo(), [add, look, fail, Notes()], **options)
+        env.reset(seed=0)
+        return env
+
+    def test_calls_are_executed_in_order(self):
+        env = self.env()
+        text, reward, terminated, truncated, info = env.step(
+            said(ToolCall("add", {"a": 1, "b": 2}), ToolCall("note", {"text": "x"}), ToolCall("look", {"place": "box"}))
+        )
+        assert text == "add: 3\nnote: 1 notes\nlook: Nothing is in the box."
+        assert (reward, terminated, truncated) == (0.0, False, False)
+        assert (info["use_tool"], info["tool_faults"]) == (True, 0)
+        assert env.step(said(ToolCall("note", {"text": "y"})))[0] == "2 notes"
+
+    def test_a_response_without_calls_goes_to_the_environment(self):
+        env = self.env()
+        assert env.step("go on")[0] == "On we go."
+        assert env.step(said())[4]["tool_faults"] == 0
+        assert env.step("stop")[1:3] == (1.0, True)
+
+    @pytest.mark.parametrize(
+        ("call", "answer"),
+        [
+            (BadCall("<tool_call>", "This is not JSON."), "This is not JSON."),
+            (ToolCall("sub", {}), "There is no tool 'sub'; the tools are add, look, fail, note."),
+            (ToolCall("add", {"a": 1}), "The argument 'b' is missing."),
+            (ToolCall("add", {"a": 1, "b": 2, "c": 3}), "There is no argument 'c'; expected a, b."),
+            (ToolCall("add", {"a": 1, "b": "2"}), "The argument 'b' is \"2\"; expected integer."),
+            (ToolCall("add", {"a": True, "b": 2}), "The argument 'a' is true; expected integer."),
+            (ToolCall("look", {"place": "nowhere"}), "There is no such place."),
+            (ToolCall("note", {"text": ""}), "A note has a text."),
+        ],
+    )
+    def test_what_the_policy_does_wrong_is_told_and_counted(self, call, answer):
+        text, _, terminated, _, info = self.env().step(said(call))
+        assert text == f"Error: {answer}"
+        assert (info["tool_faults"], terminated) == (1, False)
+
+    def test_any_other_exception_is_the_environments(self):
+        with pytest.raises(OSError, match="broken"):
+            self.env().step(said(ToolCall("fail", {})))
+
+    def test_calls_are_limited_in_each_episode(self):
+        env, call = self.env(max_calls=2), ToolCall("add", {"a": 1, "b": 2})
+        text, _, _, _, info = env.step(said(call, call, call))
+        assert text == "add: 3\nadd: 3\nadd: Error: All 2 calls are used; answer without tools."
+        assert info["tool_faults"] == 1
+        env.reset(seed=1)
+        assert env.step(said(call))[0] == "3"
+        with pytest.raises(ConfigError, match="at least 1"):
+            self.env(max_calls=0)
+
+    def test_a_schema_alone_cannot_be_called(self):
+        with pytest.raises(ConfigError, match="cannot be called"):
+            ToolEnv(StopOrGo(), [{"name": "add", "parameters": {}}])
+
+    def test_the_environments_own_extras_are_blank(self):
+        env = ToolEnv(WithExtras(), [add])
+        _, *_, info = env.step(said(ToolCall("add", {"a": 1, "b": 2})))
+        assert (math.isnan(info["regret"]), info["state"]) == (True, "")
+        assert env.extras == {"regret": float, "state": str, "tool_faults": float}
+
+
+class WithExtras(StopOrGo):
+    extras: ClassVar = {"regret": float, "state": str}
+
+
+class TestWithTools:
+    def collected(self, tokenizer, answers, env=StopOrGo, tools=(add, look), **options):
+        env = GEMEnv(
+            with_tools(env, [*tools] if isinstance(tools, tuple) else tools, **options),
+            tokenizer=tokenizer,
+            max_model_len=4000,
+            max_output_tokens=200,
+        )
+        policy = ScriptedPolicy(lambda _, turn, __: answers[turn], tokenizer=tokenizer, max_output_tokens=200)
+        (rows,) = TurnCollector(env, policy, batch_size=1, total_batches=1)
+        return env, rows
+
+    def test_results_are_tool_messages_and_faults_are_metrics(self, tokenizer):
+        _env, rows = self.collected(tokenizer, [f"{ADD}\n{ADD}", ADD.replace("add", "sub"), ADD[:-15], "stop"])
+        text = tokenizer.decode(rows[keys.TOKENS][0][rows[keys.ATTENTION_MASK][0]])
+        assert "<|im_start|>tool\nadd: 3\nadd: 3<|im_end|>" in text
+        assert "<|im_start|>tool\nError: There is no tool 'sub'; the tools are add, look.<|im_end|>" in text
+        assert "<|im_start|>tool\nError: This is not JSON" in text
+        metrics = rollout_metrics(rows)
+        assert (metrics["data/tool_calls"], metrics["data/tool_faults"]) == (4.0, 2.0)
+        assert metrics["rollout/success"] == 1.0
+
+    def test_an_environment_without_tools_has_no_such_metric(self, tokenizer):
+        env = GEMEnv(StopOrGo, tokenizer=tokenizer, max_model_len=900)
+        (rows,) = TurnCollector(
+            env, ScriptedPolicy(lambda *_: "stop", tokenizer=tokenizer), batch_size=1, total_batches=1
+        )
+        assert not any("tool" in name for name in rollout_metrics(rows))
+
+    def test_each_slot_has_its_own_tools(self):
+        made = []
+
+        def tools():
+            made.append(Notes())
+            return made[-1:]
+
+        spec = with_tools(StopOrGo, tools)
+        first, second = spec.make(), spec.make()
+        assert len(made) == 3  # one for its schemas
+        first.step(said(ToolCall("note", {"text": "x"})))
+        assert [len(each.notes) for each in made] == [0, 1, 0]
+        assert second.extras == spec.extras
+
+    def test_gems_environments_keep_their_tasks(self, tokenizer):
+        game = "game:GuessTheNumber-v0-easy"
+        plain = GEMEnv(game, tokenizer=tokenizer, max_model_len=4000)
+        tools = GEMEnv(with_tools(game, [add]), tokenizer=tokenizer, max_model_len=4000)
+        assert (plain.reset()["task_id"] == tools.reset()["task_id"]).all()
+
+    def test_a_tool_that_fails_is_a_fault_of_the_environment(self, tokenizer):
+        call = ADD.replace("add", "fail").replace('"a": 1, "b": 2', "")
+        with pytest.raises(EnvironmentFault, match="OSError: broken"):
+            self.collected(tokenizer, [call], tools=(fail,))

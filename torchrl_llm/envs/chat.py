@@ -173,7 +173,8 @@ class ChatFormatter(Checked):
             (:mod:`torchrl_llm.envs.template_probe`).
         tools: the JSON schema of each tool.
         rule: which spans of an episode a turn sees.
-        columns: of a turn, what is counted of its thinking; none if the template knows no thinking.
+        columns: of a turn, what is counted of its thinking, if the template knows thinking, and of
+            its calls, if there are tools.
         template_date: the day that the template shows; ``None``: it shows none.
         end_of_turn_ids: ids with which the tokenizer ends a response: the template's end-of-turn
             token first (before a user's message, then before tool output, if it is another one),
@@ -263,7 +264,7 @@ class ChatFormatter(Checked):
         self._stripped: str | None = None
         self.rule: ContextRule = Append() if render is None or appends else self._followed(render)
         thinks = self.properties.closes or self.properties.thinking_fields or self._view
-        self.columns = keys.THINKING_COLUMNS if thinks else ()
+        self.columns = (keys.THINKING_COLUMNS if thinks else ()) + (keys.TOOL_COLUMNS if self.tools else ())
         if render is not None and appends and self.properties.ends_once:
             raise not_append_only(render, str(self.properties.rewrites))
 
@@ -387,7 +388,7 @@ class ChatFormatter(Checked):
             return [Span(ids[:end], turn, "message", role), Span(self._opening, turn + 1, "opening")]
         return [Span(ids, turn, "message", role)]
 
-    def thinking_counts(self, said: Response, spans: Sequence[Span]) -> dict[str, float]:
+    def counts(self, said: Response, spans: Sequence[Span]) -> dict[str, float]:
         """What :attr:`columns` have of a response, by name.
 
         Args:
@@ -397,7 +398,12 @@ class ChatFormatter(Checked):
         opening, closing = self.properties.thinks
         length = num_tokens([span for span in spans if span.kind == "thinking"])
         is_open = said.lstrip().startswith(opening) and closing not in said
-        return {keys.THINKING_LENGTH[-1]: length, keys.THINKING_OPEN[-1]: is_open} if self.columns else {}
+        found: dict[keys.NestedKey, float] = {
+            keys.THINKING_LENGTH: length,
+            keys.THINKING_OPEN: is_open,
+            keys.TOOL_CALLS: len(said.calls),
+        }
+        return {column.name[-1]: found[column.name] for column in self.columns}
 
     def _num_thought(self, response: Sequence[int], said: Response) -> int:
         """How many ids of a response are its thinking, with the white space behind it that the
