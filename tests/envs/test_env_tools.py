@@ -10,10 +10,11 @@ from typing import ClassVar
 import pytest
 import torch
 from test_tool_calls import TEMPLATES, tokenizer_of
+from torchrl.envs.llm.transforms.tools import XMLBlockParser
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
-from torchrl_llm.envs import ChatFormatter, EnvironmentFault, GEMEnv, Response
+from torchrl_llm.envs import CHATML, ChatFormatter, EnvironmentFault, GEMEnv, Response
 from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.tool_calls import BadCall, ToolCall
 from torchrl_llm.envs.tool_env import ToolEnv, with_tools
@@ -124,6 +125,40 @@ class TestFormatter:
     def test_it_can_be_pickled(self, tokenizer):
         formatter = pickle.loads(pickle.dumps(ChatFormatter(tokenizer, tools=[add])))
         assert formatter.decode(tokenizer.encode(ADD)).calls == (ToolCall("add", {"a": 1, "b": 2}),)
+
+
+# Results are in one turn of the user, as in Qwen's template; and nowhere apart.
+JOINED = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}"
+    "\n<tool_call>\n{{ m.content }}\n</tool_call>{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LOOP = "{% for message in messages %}"
+NO_ROLE = CHATML.replace(LOOP, LOOP + "{% if message.role == 'tool' %}{{ raise_exception('no') }}{% endif %}")
+
+
+class TestResults:
+    @pytest.mark.parametrize("template", [CHATML, JOINED], ids=["apart", "joined"])
+    @pytest.mark.parametrize("results", [("3", "4"), ("<tool_call>", "x\n", "</tool_call>5")])
+    def test_each_is_a_message_of_its_own(self, template, results):
+        tokenizer = tokenizer_of(template)
+        formatter, response = ChatFormatter(tokenizer), tokenizer.encode("a<|im_end|>")
+        ids = [*formatter.start("q"), *response, *formatter.feedback(response, results, role="tool")]
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+        messages += [{"role": "tool", "content": result} for result in results]
+        expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(ids) == expected
+        if "<" not in "".join(results):
+            assert ids == tokenizer.encode(expected)
+        else:  # a look-alike is no token
+            calls = tokenizer.convert_tokens_to_ids("<tool_call>")
+            assert ids.count(calls) == (len(results) if template == JOINED else 0)
+
+    def test_else_they_are_lines(self):
+        tokenizer = tokenizer_of(NO_ROLE)
+        behind = ChatFormatter(tokenizer).feedback(tokenizer.encode("a<|im_end|>"), ("3", "4"), role="tool")
+        assert tokenizer.decode(behind) == "\n<|im_start|>user\n3\n4<|im_end|>\n<|im_start|>assistant\n"
 
 
 class TestResponse:
@@ -285,7 +320,8 @@ class TestWithTools:
     def test_results_are_tool_messages_and_faults_are_metrics(self, tokenizer):
         _env, rows = self.collected(tokenizer, [f"{ADD}\n{ADD}", ADD.replace("add", "sub"), ADD[:-15], "stop"])
         text = tokenizer.decode(rows[keys.TOKENS][0][rows[keys.ATTENTION_MASK][0]])
-        assert "<|im_start|>tool\nadd: 3\nadd: 3<|im_end|>" in text
+        result = "<|im_start|>tool\nadd: 3<|im_end|>\n"
+        assert f"</tool_call><|im_end|>\n{result}{result}<|im_start|>assistant\n" in text
         assert "<|im_start|>tool\nError: There is no tool 'sub'; the tools are add, look.<|im_end|>" in text
         assert "<|im_start|>tool\nError: This is not JSON" in text
         metrics = rollout_metrics(rows)
@@ -323,3 +359,35 @@ class TestWithTools:
         call = ADD.replace("add", "fail").replace('"a": 1, "b": 2', "")
         with pytest.raises(EnvironmentFault, match="OSError: broken"):
             self.collected(tokenizer, [call], tools=(fail,))
+
+
+class AddService:
+    """Adds."""
+
+    name = "add"
+    schema_in: ClassVar = {"a": int, "b": int}
+    schema_out: ClassVar = {"result": int}
+
+    def __call__(self, a, b, **kwargs):
+        return {"result": a + b}
+
+
+class TestTorchRL:
+    def test_its_services_are_tools(self):
+        (schema,) = tool_schemas([AddService()])
+        assert schema["function"]["parameters"]["properties"]["b"] == {"type": "integer"}
+        env = ToolEnv(StopOrGo(), [AddService()])
+        assert env.step(said(ToolCall("add", {"a": 1, "b": 2})))[0] == '{"result": 3}'
+        assert env.step(said(ToolCall("add", {"a": 1})))[4]["tool_faults"] == 1
+
+    def test_its_parsers_read_calls(self):
+        written = '<tool name="add">{"a": 1, "b": 2}</tool> <tool name="add">[1]</tool>'
+        env = GEMEnv(
+            with_tools(StopOrGo, [AddService()], parser=XMLBlockParser()),
+            tokenizer=byte_tokenizer(),
+            max_model_len=900,
+            max_output_tokens=100,
+        )
+        assert env.formatter.tools == ()
+        env.rollout(1, ScriptedPolicy(lambda *_: written, tokenizer=byte_tokenizer(), max_output_tokens=100))
+        assert env.slots[0].steps[0].message == 'add: {"result": 3}\nError: Its arguments are no object.'

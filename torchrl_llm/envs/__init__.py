@@ -40,6 +40,9 @@ from torchrl_llm.envs.text_env import (
     TextStep,
     UnknownEnvironmentError,
 )
+from torchrl_llm.envs.tool_calls import BadCall, ToolCall
+from torchrl_llm.envs.tool_env import ToolEnv, with_tools
+from torchrl_llm.envs.tools import ToolError
 from torchrl_llm.rendering import ChatTemplateError, MissingChatTemplateError
 
 __all__ = [
@@ -47,6 +50,7 @@ __all__ = [
     "GEM_CLASSES",
     "Append",
     "AsTemplate",
+    "BadCall",
     "ChatFormatter",
     "ChatTemplateError",
     "ContextRule",
@@ -91,6 +95,9 @@ __all__ = [
     "TemplateProperties",
     "TextEnv",
     "TextStep",
+    "ToolCall",
+    "ToolEnv",
+    "ToolError",
     "UnknownEnvironmentError",
     "WantedColumns",
     "compose_message",
@@ -101,4 +108,5 @@ __all__ = [
     "task_of",
     "text_key",
     "train_test_split",
+    "with_tools",
 ]

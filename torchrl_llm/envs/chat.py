@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, get_args
 
 from tokenizers import Tokenizer
@@ -320,7 +321,9 @@ class ChatFormatter(Checked):
         assistant's turn."""
         return self._encode_start(message)
 
-    def feedback(self, response: Sequence[int], message: str, *, role: Role = "user") -> tuple[int, ...]:
+    def feedback(
+        self, response: Sequence[int], message: str | tuple[str, ...], *, role: Role = "user"
+    ) -> tuple[int, ...]:
         """The ids to append after ``response``, so that the assistant can write its next turn.
 
         Closes the assistant's turn if ``response`` was cut before the template's end-of-turn token,
@@ -330,13 +333,16 @@ class ChatFormatter(Checked):
 
         Args:
             response: the sampled ids, as they are.
-            message: the environment's next message.
+            message: the environment's next message; or the output of several tools, each a message
+                of its own if the template has such, else one to a line.
             role: ``"tool"`` for tool output; rendered as ``"user"`` if the template knows no tool
                 role.
         """
         return self._feedback(response, message, role)[0]
 
-    def _feedback(self, response: Sequence[int], message: str, role: Role) -> tuple[tuple[int, ...], Role]:
+    def _feedback(
+        self, response: Sequence[int], message: str | tuple[str, ...], role: Role
+    ) -> tuple[tuple[int, ...], Role]:
         """:meth:`feedback`, and the role in which the message is rendered."""
         if role not in self._ends:
             raise ValueError(f"role is {role!r}; expected one of {get_args(Role)}.")
@@ -344,6 +350,10 @@ class ChatFormatter(Checked):
         if closed := last is not None and last in self._ends.values():
             role = role if self._ends[role] == last else next(each for each, end in self._ends.items() if end == last)
         closed = closed or (last is not None and last == self._call_end)
+        if isinstance(message, tuple):
+            if role == "tool" and len(message) > 1 and self.properties.between_tools is not None:
+                return self._render_feedback(message, role, closed), role
+            message = "\n".join(message)
         return self._encode_feedback(message, role, closed), role
 
     # ---------------------------------------- spans, of which contexts are made
@@ -355,7 +365,7 @@ class ChatFormatter(Checked):
     def turn_spans(
         self,
         response: Sequence[int],
-        message: str,
+        message: str | tuple[str, ...],
         turn: int,
         *,
         role: Role = "user",
@@ -365,7 +375,7 @@ class ChatFormatter(Checked):
 
         Args:
             response: the sampled ids, as they are.
-            message: the environment's next message.
+            message: the environment's next message, or the output of several tools.
             turn: of the response.
             role: of the message.
             said: what :meth:`decode` made of the response; ``None``: its thinking is not told from
@@ -515,13 +525,26 @@ class ChatFormatter(Checked):
     def _render_start(self, message: str) -> tuple[int, ...]:
         return (*self._bos, *self._encode(self.properties.first, message))
 
-    def _render_feedback(self, message: str, role: Role, closed: bool) -> tuple[int, ...]:
-        ids = self._encode(self.properties.frames[role], message, behind=_SOME_TEXT)
+    def _render_feedback(self, message: str | tuple[str, ...], role: Role, closed: bool) -> tuple[int, ...]:
+        messages = (message,) if isinstance(message, str) else message
+        ids = tuple(chain.from_iterable(self._encode_messages(self.properties.frames[role], messages)))
         end = self._ends[role]
         # The frame starts by closing the turn; a response that closed it itself needs only the
         # rest.
         ends = self._control_ids if end is None else {end}
         return ids[next(i for i, each in enumerate(ids) if each in ends) + 1 :] if closed else ids
+
+    def _encode_messages(self, frame: Frame, messages: Sequence[str]) -> Iterator[tuple[int, ...]]:
+        between, tokens = (
+            self.properties.between_tools or "",
+            [*self._added.finditer(self.properties.between_tools or "")],
+        )
+        # What stands between two messages is divided behind a token, where nothing merges.
+        at = tokens[-1].end() if tokens else len(between)
+        opening, closing = [frame.before, between[at:]], [between[:at], frame.after]
+        for i, message in enumerate(messages):
+            own = frame._replace(before=opening[i > 0], after=closing[i + 1 == len(messages)])
+            yield self._encode(own, message, behind=tokens[-1].group() if i and tokens else _SOME_TEXT)
 
     def _encode(self, frame: Frame, message: str, *, behind: str = "") -> tuple[int, ...]:
         before, after, trims, _ = frame

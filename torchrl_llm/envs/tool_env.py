@@ -14,10 +14,14 @@ from torchrl_llm import keys
 from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.registry import EnvSource, resolve_env
 from torchrl_llm.envs.tool_calls import BadCall, ToolCall
-from torchrl_llm.envs.tools import Schema, Tool, ToolError, ToolSet, tool_schemas
+from torchrl_llm.envs.tools import Schema, Tool, ToolError, ToolService, ToolSet, tool_schemas
 from torchrl_llm.utils.options import ConfigError
 
 FAULTS = keys.TOOL_FAULTS[-1]
+
+ToolParser = Callable[[str], Mapping[str, Any]]
+"""From an answer to its ``"calls"``, each with ``tool`` and ``args``: TorchRL's
+``LLMToolParser``."""
 
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "string": str,
@@ -47,8 +51,11 @@ class ToolEnv:
 
     Args:
         env: the environment.
-        tools: functions, or objects with tools (:class:`~torchrl_llm.envs.tools.ToolSet`).
+        tools: functions, objects with tools (:class:`~torchrl_llm.envs.tools.ToolSet`), or
+            TorchRL's ``ToolService``.
         max_calls: the most calls in an episode. Default: any number.
+        parser: reads the calls in an answer, such as TorchRL's ``XMLBlockParser``
+            (``LLMToolParser``). Default: the formatter does, in the form of the template.
 
     Raises:
         ConfigError: a tool is none, or cannot be called.
@@ -74,10 +81,12 @@ class ToolEnv:
         1
     """
 
-    def __init__(self, env: Any, tools: Sequence[Tool], *, max_calls: int | None = None) -> None:
+    def __init__(
+        self, env: Any, tools: Sequence[Tool], *, max_calls: int | None = None, parser: ToolParser | None = None
+    ) -> None:
         if max_calls is not None and max_calls < 1:
             raise ConfigError(f"ToolEnv: max_calls is {max_calls!r}; expected at least 1.")
-        self.env, self.max_calls, self._left = env, max_calls, max_calls
+        self.env, self.max_calls, self._left, self._parser = env, max_calls, max_calls, parser
         self._schemas = {schema["function"]["name"]: schema["function"] for schema in tool_schemas(tools)}
         self._functions = {name: function for tool in tools for name, function in _functions_of(tool)}
         own = getattr(env, "extras", None)
@@ -97,21 +106,25 @@ class ToolEnv:
 
     def step(self, action: str) -> Any:
         """Execute the calls of a response, or send one without calls to the environment."""
-        calls: Sequence[ToolCall | BadCall] = getattr(action, "calls", ())
+        calls = getattr(action, "calls", ()) if self._parser is None else _parsed(self._parser, action)
         if not calls:
             result = self.env.step(action)
             if isinstance(result, tuple) and len(result) == 5 and isinstance(result[4] or {}, Mapping):
                 return *result[:4], {FAULTS: 0, **(result[4] or {})}
             return result  # no step, as the check behind this says
-        results, faults = [], 0
+        results: list[str] = []
+        faults = 0
         for call in calls:
             try:
                 result = _as_text(self._called(call))
             except ToolError as error:
                 result, faults = f"Error: {error}", faults + 1
-            results.append((getattr(call, "name", ""), result))
+            # Of several each has the name of its tool.
+            name = f"{call.name}: " if isinstance(call, ToolCall) and len(calls) > 1 else ""
+            results.append(name + result)
         blank = {name: "" if kind is str else float("nan") for name, kind in self._own.items()}
-        return _joined(results), 0.0, False, False, {**blank, FAULTS: faults, "use_tool": True}
+        info = {**blank, FAULTS: faults, "use_tool": True, "tool_results": results}
+        return "\n".join(results), 0.0, False, False, info
 
     def _called(self, call: ToolCall | BadCall) -> Any:
         if self._left == 0:
@@ -125,8 +138,22 @@ class ToolEnv:
         return self._functions[call.name](**call.arguments)
 
 
+def _parsed(parser: ToolParser, action: str) -> list[ToolCall | BadCall]:
+    found = parser(getattr(action, "text", action))["calls"]
+    return [
+        ToolCall(call.tool, call.args)
+        if isinstance(call.args, Mapping)
+        else BadCall(action, "Its arguments are no object.")
+        for call in found
+    ]
+
+
 def with_tools(
-    env: EnvSource, tools: Sequence[Tool] | Callable[[], Sequence[Tool]], *, max_calls: int | None = None
+    env: EnvSource,
+    tools: Sequence[Tool] | Callable[[], Sequence[Tool]],
+    *,
+    max_calls: int | None = None,
+    parser: ToolParser | None = None,
 ) -> EnvSpec:
     """An environment whose policy may call tools, for :class:`~torchrl_llm.envs.GEMEnv`.
 
@@ -134,7 +161,8 @@ def with_tools(
         env: an id, a factory or a spec.
         tools: see :class:`ToolEnv`; or a function that makes them, if they have a state: each slot
             has its own then.
-        max_calls: see :class:`ToolEnv`.
+        max_calls, parser: see :class:`ToolEnv`. With a parser the template does not show the tools:
+            the first message has to say how they are called.
 
     Raises:
         ConfigError: a tool is none, or cannot be called.
@@ -156,18 +184,22 @@ def with_tools(
         if hasattr(tool, "close"):  # it was made for its schemas
             tool.close()
     extras = {**spec.extras, FAULTS: float}
-    make: Callable[..., Any] = partial(_make, spec.make, tools, max_calls)
-    return replace(spec, make=make, extras=extras, single_turn=None, tools=schemas)
+    make: Callable[..., Any] = partial(_make, spec.make, tools, max_calls, parser)
+    return replace(spec, make=make, extras=extras, single_turn=None, tools=schemas if parser is None else ())
 
 
-def _make(make: Callable[..., Any], tools: Any, max_calls: int | None, **options: Any) -> Any:
-    return ToolEnv(make(**options), tools() if callable(tools) else tools, max_calls=max_calls)
+def _make(
+    make: Callable[..., Any], tools: Any, max_calls: int | None, parser: ToolParser | None, /, **options: Any
+) -> Any:
+    return ToolEnv(make(**options), tools() if callable(tools) else tools, max_calls=max_calls, parser=parser)
 
 
 def _functions_of(tool: Any) -> list[tuple[str, Callable[..., Any]]]:
     if isinstance(tool, ToolSet):
         names = [schema["function"]["name"] for schema in tool_schemas([tool])]
         return [(name, partial(_call_of, tool, name)) for name in names]
+    if isinstance(tool, ToolService):
+        return [(tool.name, tool)]
     if not inspect.isroutine(tool):
         raise ConfigError(f"The tool {tool!r:.80} cannot be called; expected a function, or an object with call().")
     return [(tool.__name__, tool)]
@@ -207,10 +239,3 @@ def _as_text(result: Any) -> str:
         return json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError):
         return str(result)
-
-
-def _joined(results: Sequence[tuple[str, str]]) -> str:
-    """The results as one message; of several each has the name of its tool."""
-    if len(results) == 1:
-        return results[0][1]
-    return "\n".join(f"{name}: {result}" if name else result for name, result in results)

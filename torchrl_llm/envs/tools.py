@@ -35,9 +35,19 @@ class ToolSet(Protocol):
         """
 
 
-Tool = Callable[..., Any] | Schema | ToolSet
+@runtime_checkable
+class ToolService(Protocol):
+    """What TorchRL's ``ToolService`` is to its environments: one tool."""
+
+    name: str
+    schema_in: Mapping[str, Any]
+
+    def __call__(self, **arguments: Any) -> Any: ...
+
+
+Tool = Callable[..., Any] | Schema | ToolSet | ToolService
 """A function with type hints and a docstring whose section ``Args`` describes each argument, a JSON
-schema, or an object with tools."""
+schema, an object with tools, or a ``ToolService`` of TorchRL."""
 
 
 def tool_schemas(tools: Iterable[Tool]) -> tuple[Schema, ...]:
@@ -75,12 +85,28 @@ def _schemas_of(tool: Any) -> Sequence[Schema]:
             return [schema]
     elif isinstance(tool, ToolSet) and not inspect.isclass(tool):
         return [schema for each in tool.schemas() for schema in _schemas_of(each)]
+    elif isinstance(tool, ToolService) and not inspect.isclass(tool):
+        return [_schema_of_service(tool)]
     elif inspect.isroutine(tool):
         return [_schema_of_function(tool)]
     raise ConfigError(
         f"A tool is {tool!r:.80}; expected a function with type hints and a docstring, a JSON schema "
         '{"name": ..., "description": ..., "parameters": ...}, or an object with schemas() and call().'
     )
+
+
+def _schema_of_service(service: ToolService) -> Schema:
+    """The schema of a service, whose arguments are a JSON schema or types by name."""
+    given, parameters = service.schema_in, dict(service.schema_in)
+    if not isinstance(given.get("properties"), Mapping):
+        kinds = {name: _JSON_TYPES.get(kind, kind) for name, kind in given.items()}
+        properties = {name: {"type": kind} if isinstance(kind, str) else {} for name, kind in kinds.items()}
+        parameters = {"type": "object", "properties": properties, "required": [*given]}
+    described = inspect.getdoc(service) or ""
+    return {"type": "function", "function": {"name": service.name, "description": described, "parameters": parameters}}
+
+
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
 def _schema_of_function(function: Callable[..., Any]) -> Schema:
