@@ -23,7 +23,9 @@ def rows(lengths, **more):
 
 
 def test_every_constant_is_declared():
-    names = {value for name, value in vars(keys).items() if name.isupper() and isinstance(value, str | tuple)}
+    found = {name: value for name, value in vars(keys).items() if name.isupper() and isinstance(value, str | tuple)}
+    # What is counted of a response depends on the chat template and the tools.
+    names = {value for name, value in found.items() if not name.endswith("_COLUMNS") and value[0] != "extra"}
     assert names == {*keys.TURN_VIEW, *keys.ROW_VIEW}
     assert all(name == spec.name for view in (keys.TURN_VIEW, keys.ROW_VIEW) for name, spec in view.items())
 

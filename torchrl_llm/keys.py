@@ -209,6 +209,11 @@ THINKING_COLUMNS = (
 )
 """What is counted of each response, where the chat template knows thinking."""
 
+TOOL_CALLS, TOOL_FAULTS = extra("tool_calls"), extra("tool_faults")
+TOOL_COLUMNS = (TurnColumn(TOOL_CALLS, float, "calls of tools in the response, malformed ones too"),)
+"""What is counted of each response, where the environment has tools; of the faults among the calls
+those environments know that execute them (:class:`~torchrl_llm.envs.tool_env.ToolEnv`)."""
+
 
 def turn_extra(name: str) -> tuple[str, str, str]:
     """The key of an extra in the row view: ``[B, T]`` float, or int64 for the hash of a text.

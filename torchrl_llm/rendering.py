@@ -52,12 +52,12 @@ class Message(NamedTuple):
     Attributes:
         role: who wrote it.
         content: its text.
-        fields: further fields, such as ``reasoning_content``.
+        fields: further fields, such as ``reasoning_content`` or ``tool_calls``.
     """
 
     role: str
     content: str
-    fields: Mapping[str, str] = MappingProxyType({})
+    fields: Mapping[str, Any] = MappingProxyType({})
 
 
 class ChatTemplateError(ValueError):
@@ -148,7 +148,7 @@ class Renderer:
         )
         return first != second
 
-    def _as_dict(self, role: str, content: str, fields: Mapping[str, str]) -> dict[str, Any]:
+    def _as_dict(self, role: str, content: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         return {"role": role, "content": [{"type": "text", "text": content}] if self.parts else content, **fields}
 
     def _wants_parts(self) -> bool:

@@ -44,6 +44,13 @@ def test_a_reference_that_is_far_from_the_start(caplog):
     assert HealthRules(teacher=True).problems(runs(0.5, **{"policy/kl_reference_start": 0.5})[0]) == []
 
 
+def test_tools_that_are_never_called(caplog):
+    (message,) = warnings_of(runs(*[0.5] * 12, **{"data/tool_calls": 0.0}), caplog)
+    assert "has tools, and no response of" in message
+    called = runs(0.5, **{"data/tool_calls": 1.0})
+    assert warnings_of(called + runs(*[0.5] * 12, **{"data/tool_calls": 0.0}), caplog) == []
+
+
 @pytest.mark.parametrize(
     ("settings", "warned"),
     [

@@ -8,16 +8,18 @@ docs/templates.md.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
-from sources import Template, real_tokenizers, templates, tokenizer_for
+from sources import TOOL, Template, real_tokenizers, templates, tokenizer_for
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm.envs import AsTemplate, ChatFormatter, ChatTemplateError, NotAppendOnlyError
 from torchrl_llm.envs.template_probe import Contexts
+from torchrl_llm.envs.tool_calls import ToolCall, find_call_form
 from torchrl_llm.rendering import Message, Renderer
 
 pytestmark = [
@@ -45,6 +47,23 @@ PROPERTIES = {
 # What users name first, of which none may be refused.
 ACCEPTED = """gptoss qwen3 qwen3_5_think qwen3_6 glm4moe deepseek_r1_distill nemotron_3_nano gemma4_v5 lfm2_2_5 cohere cohere2 gemma gemma3 lfm2 lfm2_v2 llama3 llama3_1 llama3_2 phi3 phi3_5 qwen2_5 qwen3_instruct_2507 qwen2_5_vl
 qwen3_vl idefics3 smolvlm llava_next qwen3_8 qwen3_training qwen3_5_think_training qwen3_6_training deepseek_r1_distill_training"""
+# Templates whose calls cannot be read, and why.
+UNREAD = {
+    "gemma": "names of arguments without quotes",
+    "Kimi-K3": "tokens that plain answers have too",
+    "Kimi-K2-": "refused by the sandbox",
+    "MiniMax-M3": "values in tags of their own",
+    "MiniCPM5": "text in CDATA sections",
+    "functionary-medium-v3.2": "text that is no markup opens a call",
+}
+# They write the first of several calls, or refuse them.
+SINGLE = r"llama3_|Llama-3|gptoss|gpt-oss|GigaChat3"
+CALLS = [
+    ToolCall("add", {"key": 'Say "x", or <b>\nof 7 & 8.', "number": 7, "items": [1, "b"], "flag": False}),
+    ToolCall("add_all", {}),
+    ToolCall("add", {"key": "2"}),
+]
+TYPED = {"name": "add", "parameters": {"properties": {"key": {"type": "string"}}}}
 QUESTIONS = ["Add 2 and 2.", " \n And 3?\n\n", "Once\nmore: {{ 5 }}", "  Good."]
 ANSWERS = ["4", "It is\n7.", "12"]
 PADDED = [" 4\n\n", "\n It is\n7. ", "12 "]
@@ -165,6 +184,30 @@ class TestTemplates:
             assert type(found) is type(expected)
             if isinstance(found, ChatFormatter):
                 check(found)
+
+
+@pytest.mark.parametrize("index", range(len(FOUND)), ids=[f"{t.package}-{t}" for t in FOUND])
+def test_calls_of_tools_are_read_as_they_are_written(index):
+    template = FOUND[index]
+    tokenizer = tokenizer_for(template)
+    render = Renderer(tokenizer, chat_template_kwargs={**template.kwargs, "tools": [TOOL]})
+    form, calls = find_call_form(render), CALLS[:1] if re.search(SINGLE, template.name) else CALLS
+    if form is None:
+        unread = any(name in template.name for name in UNREAD)
+        assert unread or not shows_calls(render), template.text[-2000:]
+        return
+    written = form.write(calls)
+    assert form.parse(written, [TYPED]) == tuple(calls)
+    assert form.parse(tokenizer.encode(written, add_special_tokens=False), [TYPED]) == tuple(calls)
+    assert form.parse("It is 7.") == ()
+
+
+def shows_calls(render: Renderer) -> bool:
+    call = {"id": "call00000", "type": "function", "function": {"name": "shown", "arguments": {}}}
+    try:
+        return "shown" in render([Message("user", "q"), Message("assistant", "", {"tool_calls": [call]})])
+    except ChatTemplateError:
+        return False
 
 
 def test_no_way_out_by_refusing():

@@ -19,7 +19,9 @@ import pytest
 from gem.tools.tool_env_wrapper import ToolEnvWrapper
 from waiting import LIMIT, wait_until
 
-from torchrl_llm.envs import EnvironmentFault, GEMEnv
+from torchrl_llm.envs import EnvironmentFault, GEMEnv, Response
+from torchrl_llm.envs.tool_calls import ToolCall
+from torchrl_llm.envs.tool_env import ToolEnv
 from torchrl_llm.keys import StopReason
 from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.testing.environments import StopOrGo
@@ -172,6 +174,19 @@ class TestCalls:
         first, second = (tools.execute_action(call("count"))[2].split() for _ in range(2))
         assert int(second[0]) == int(first[0]) + 1
         assert second[1] == first[1]
+
+
+def test_calls_of_a_response_are_the_servers(tools):
+    env = ToolEnv(StopOrGo(), [tools])
+    env.reset(seed=0)
+    calls = ToolCall("add", {"a": 1, "b": 2}), ToolCall("fail", {}), ToolCall("add", {"a": 1})
+    text, *_, info = env.step(Response("...", calls=calls))
+    added, failed, refused = text.splitlines()
+    assert added == "add: 3"
+    assert failed.startswith("fail: Error: ")
+    assert "out of stock" in failed
+    assert refused == "add: Error: The argument 'b' is missing."
+    assert (info["tool_faults"], info["use_tool"]) == (2, True)
 
 
 class TestSessions:

@@ -41,6 +41,9 @@ from torchrl_llm.envs.text_env import (
     TextStep,
     UnknownEnvironmentError,
 )
+from torchrl_llm.envs.tool_calls import BadCall, ToolCall
+from torchrl_llm.envs.tool_env import ToolEnv, with_tools
+from torchrl_llm.envs.tools import ToolError
 from torchrl_llm.rendering import ChatTemplateError, MissingChatTemplateError
 
 __all__ = [
@@ -48,6 +51,7 @@ __all__ = [
     "GEM_CLASSES",
     "Append",
     "AsTemplate",
+    "BadCall",
     "ChatFormatter",
     "ChatTemplateError",
     "ContextRule",
@@ -92,6 +96,9 @@ __all__ = [
     "TemplateProperties",
     "TextEnv",
     "TextStep",
+    "ToolCall",
+    "ToolEnv",
+    "ToolError",
     "UnknownEnvironmentError",
     "WantedColumns",
     "compose_message",
@@ -102,4 +109,5 @@ __all__ = [
     "task_of",
     "text_key",
     "train_test_split",
+    "with_tools",
 ]

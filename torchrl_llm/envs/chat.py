@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, get_args
 
 from tokenizers import Tokenizer
@@ -28,6 +29,8 @@ from torchrl_llm.envs.response import Response, split_thinking
 from torchrl_llm.envs.template_probe import Contexts, not_append_only, probe_template
 from torchrl_llm.envs.template_properties import Frame, TemplateProperties
 from torchrl_llm.envs.template_view import TemplateView, follows_template
+from torchrl_llm.envs.tool_calls import BadCall, CallForm, ToolCall, find_call_form
+from torchrl_llm.envs.tools import Tool, tool_schemas
 from torchrl_llm.rendering import ChatTemplateError, Renderer, Role
 from torchrl_llm.stops import control_tokens, token_pattern
 from torchrl_llm.utils.options import Checked, ConfigError
@@ -126,6 +129,12 @@ def _puts_space_before_text(tokenizer: PreTrainedTokenizerBase) -> bool:
     return not (pieces[0][0] if pieces else text).startswith("5")
 
 
+def _with_tools(kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    if tools and "tools" in kwargs:
+        raise ConfigError("There are tools, and others in chat_template_kwargs: leave those out.")
+    return {**kwargs, "tools": [*tools]} if tools else dict(kwargs)
+
+
 class ChatFormatter(Checked):
     """Renders a conversation through the tokenizer's own chat template to token ids.
 
@@ -157,12 +166,16 @@ class ChatFormatter(Checked):
             (default), or close the thought before it (``"empty"``).
         template_date: the day, such as ``"2026-11-25"``, that a template which shows today's date
             shows; default: the day on which the formatter is made.
+        tools: what the template shows as the tools, see :data:`~torchrl_llm.envs.tools.Tool`; the
+            calls in a response are read then (:attr:`Response.calls`). Default: none.
 
     Attributes:
         properties: what the template does, found out by trying it
             (:mod:`torchrl_llm.envs.template_probe`).
+        tools: the JSON schema of each tool.
         rule: which spans of an episode a turn sees.
-        columns: of a turn, what is counted of its thinking; none if the template knows no thinking.
+        columns: of a turn, what is counted of its thinking, if the template knows thinking, and of
+            its calls, if there are tools.
         template_date: the day that the template shows; ``None``: it shows none.
         end_of_turn_ids: ids with which the tokenizer ends a response: the template's end-of-turn
             token first (before a user's message, then before tool output, if it is another one),
@@ -180,6 +193,8 @@ class ChatFormatter(Checked):
             (from :meth:`start` and :meth:`feedback`).
         ValueError: a message is not Unicode text: it holds half of a surrogate pair (likewise).
         ChatTemplateError: the template refuses the conversation, for example its system message.
+        ConfigError: there are tools, and the template does not write calls in a form that can be
+            read.
 
     Examples:
         >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -204,12 +219,14 @@ class ChatFormatter(Checked):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         missing_thinking: MissingThinking = "refuse",
         template_date: str | None = None,
+        tools: Sequence[Tool] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.contexts = contexts
         self.system_prompt = system_prompt
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.tools = tool_schemas(tools)
+        self.chat_template_kwargs = _with_tools(chat_template_kwargs or {}, self.tools)
         self.missing_thinking = missing_thinking
         added = control_tokens(tokenizer)
         self._control = {str(token): token for token in added.values()}
@@ -219,23 +236,25 @@ class ChatFormatter(Checked):
         self._spaces_text = _puts_space_before_text(tokenizer)
         self._bos: tuple[int, ...] = ()
         today = read_date(template_date) or date.today()
-        content: dict[str, Any] = {"system_prompt": system_prompt, "chat_template_kwargs": chat_template_kwargs}
+        content: dict[str, Any] = {"system_prompt": system_prompt, "chat_template_kwargs": self.chat_template_kwargs}
         render = None if template == "raw" else Renderer(tokenizer, **content, today=today)
         appends = contexts == "append"
         self.properties = (
             self._raw_properties() if render is None else probe_template(render, self._control, appends=appends)
         )
         self._form = AnswerForm(render, self.properties, missing_thinking)
+        self._calls = self._call_form(render) if self.tools else None
         # Where a response begins to the template, and here.
         self._in_thought = self._begins_in_thought = self._form.is_open("")
         self.template_date = today.isoformat() if self.properties.shows_date else None
         # Tokens that a template writes within answers, such as those around thinking.
-        own = "".join(self.properties.thinks) + self.properties.header
+        own = "".join([*self.properties.thinks, self.properties.header, *(self._calls.tokens if self._calls else ())])
         within = {i for i, t in added.items() if str(t) in own or any(str(t) in pair for pair in self.properties.pairs)}
         self._not_in_answers = frozenset(i for i, token in added.items() if token.special) - within
         self._ends = {role: self._id(frame.end) for role, frame in self.properties.frames.items()}
         self._ends_once = self._id(self.properties.ends_once)
-        ends = [self._ends_once, *self._ends.values(), tokenizer.eos_token_id]
+        self._call_end = self._id(self._calls.end) if self._calls else None
+        ends = [self._ends_once, *self._ends.values(), self._call_end, tokenizer.eos_token_id]
         self.end_of_turn_ids: tuple[int, ...] = tuple(dict.fromkeys(end for end in ends if end is not None))
         self.stop_ids: tuple[int, ...] = tuple(i for i, token in added.items() if token.special)
         self._make_caches()
@@ -246,9 +265,18 @@ class ChatFormatter(Checked):
         self._stripped: str | None = None
         self.rule: ContextRule = Append() if render is None or appends else self._followed(render)
         thinks = self.properties.closes or self.properties.thinking_fields or self._view
-        self.columns = keys.THINKING_COLUMNS if thinks else ()
+        self.columns = (keys.THINKING_COLUMNS if thinks else ()) + (keys.TOOL_COLUMNS if self.tools else ())
         if render is not None and appends and self.properties.ends_once:
             raise not_append_only(render, str(self.properties.rewrites))
+
+    def _call_form(self, render: Renderer | None) -> CallForm:
+        form = None if render is None else find_call_form(render)
+        if form is None:
+            raise ConfigError(
+                f"The chat template of the tokenizer {self.tokenizer.name_or_path!r} writes no calls of tools, or in no form that can be "
+                "read. Leave the tools out, or give the tokenizer a template that writes calls (in a run the setting chat_template)."
+            )
+        return form
 
     def _followed(self, render: Renderer) -> ContextRule:
         """The rule by which contexts are what a template shows."""
@@ -293,7 +321,9 @@ class ChatFormatter(Checked):
         assistant's turn."""
         return self._encode_start(message)
 
-    def feedback(self, response: Sequence[int], message: str, *, role: Role = "user") -> tuple[int, ...]:
+    def feedback(
+        self, response: Sequence[int], message: str | tuple[str, ...], *, role: Role = "user"
+    ) -> tuple[int, ...]:
         """The ids to append after ``response``, so that the assistant can write its next turn.
 
         Closes the assistant's turn if ``response`` was cut before the template's end-of-turn token,
@@ -303,19 +333,27 @@ class ChatFormatter(Checked):
 
         Args:
             response: the sampled ids, as they are.
-            message: the environment's next message.
+            message: the environment's next message; or the output of several tools, each a message
+                of its own if the template has such, else one to a line.
             role: ``"tool"`` for tool output; rendered as ``"user"`` if the template knows no tool
                 role.
         """
         return self._feedback(response, message, role)[0]
 
-    def _feedback(self, response: Sequence[int], message: str, role: Role) -> tuple[tuple[int, ...], Role]:
+    def _feedback(
+        self, response: Sequence[int], message: str | tuple[str, ...], role: Role
+    ) -> tuple[tuple[int, ...], Role]:
         """:meth:`feedback`, and the role in which the message is rendered."""
         if role not in self._ends:
             raise ValueError(f"role is {role!r}; expected one of {get_args(Role)}.")
         last = int(response[-1]) if len(response) else None
         if closed := last is not None and last in self._ends.values():
             role = role if self._ends[role] == last else next(each for each, end in self._ends.items() if end == last)
+        closed = closed or (last is not None and last == self._call_end)
+        if isinstance(message, tuple):
+            if role == "tool" and len(message) > 1 and self.properties.between_tools is not None:
+                return self._render_feedback(message, role, closed), role
+            message = "\n".join(message)
         return self._encode_feedback(message, role, closed), role
 
     # ---------------------------------------- spans, of which contexts are made
@@ -327,7 +365,7 @@ class ChatFormatter(Checked):
     def turn_spans(
         self,
         response: Sequence[int],
-        message: str,
+        message: str | tuple[str, ...],
         turn: int,
         *,
         role: Role = "user",
@@ -337,7 +375,7 @@ class ChatFormatter(Checked):
 
         Args:
             response: the sampled ids, as they are.
-            message: the environment's next message.
+            message: the environment's next message, or the output of several tools.
             turn: of the response.
             role: of the message.
             said: what :meth:`decode` made of the response; ``None``: its thinking is not told from
@@ -360,7 +398,7 @@ class ChatFormatter(Checked):
             return [Span(ids[:end], turn, "message", role), Span(self._opening, turn + 1, "opening")]
         return [Span(ids, turn, "message", role)]
 
-    def thinking_counts(self, said: Response, spans: Sequence[Span]) -> dict[str, float]:
+    def counts(self, said: Response, spans: Sequence[Span]) -> dict[str, float]:
         """What :attr:`columns` have of a response, by name.
 
         Args:
@@ -370,7 +408,12 @@ class ChatFormatter(Checked):
         opening, closing = self.properties.thinks
         length = num_tokens([span for span in spans if span.kind == "thinking"])
         is_open = said.lstrip().startswith(opening) and closing not in said
-        return {keys.THINKING_LENGTH[-1]: length, keys.THINKING_OPEN[-1]: is_open} if self.columns else {}
+        found: dict[keys.NestedKey, float] = {
+            keys.THINKING_LENGTH: length,
+            keys.THINKING_OPEN: is_open,
+            keys.TOOL_CALLS: len(said.calls),
+        }
+        return {column.name[-1]: found[column.name] for column in self.columns}
 
     def _num_thought(self, response: Sequence[int], said: Response) -> int:
         """How many ids of a response are its thinking, with the white space behind it that the
@@ -414,10 +457,18 @@ class ChatFormatter(Checked):
         return self._said(response, in_thought=self._begins_in_thought)
 
     def _said(self, response: Sequence[int], *, in_thought: bool) -> Response:
-        text = self._text(self._without_end(response))
+        ids = self._without_end(response)
+        text = self._text(ids)
         whole = self.properties.opens + text if in_thought else text
         thinking, text = split_thinking(whole, self.properties.thinks, opened=in_thought)
-        return Response(whole, text=text.removeprefix(self.properties.header), thinking=thinking)
+        calls = () if self._calls is None else self._calls_in(self._calls, ids, in_thought)
+        return Response(whole, text=text.removeprefix(self.properties.header), thinking=thinking, calls=calls)
+
+    def _calls_in(self, form: CallForm, ids: Sequence[int], in_thought: bool) -> tuple[ToolCall | BadCall, ...]:
+        """The calls in an answer: those in its thinking are thoughts."""
+        whole = form.masked(self.properties.opens if in_thought else "") + form.masked(ids)
+        opening, closing = map(form.masked, self.properties.thinks)
+        return form.parse_masked(split_thinking(whole, (opening, closing), opened=in_thought)[1], self.tools)
 
     def _without_end(self, response: Sequence[int]) -> Sequence[int]:
         ended = len(response) and (response[-1] in self.stop_ids or response[-1] in self.end_of_turn_ids)
@@ -474,12 +525,26 @@ class ChatFormatter(Checked):
     def _render_start(self, message: str) -> tuple[int, ...]:
         return (*self._bos, *self._encode(self.properties.first, message))
 
-    def _render_feedback(self, message: str, role: Role, closed: bool) -> tuple[int, ...]:
-        ids = self._encode(self.properties.frames[role], message, behind=_SOME_TEXT)
+    def _render_feedback(self, message: str | tuple[str, ...], role: Role, closed: bool) -> tuple[int, ...]:
+        messages = (message,) if isinstance(message, str) else message
+        ids = tuple(chain.from_iterable(self._encode_messages(self.properties.frames[role], messages)))
         end = self._ends[role]
         # The frame starts by closing the turn; a response that closed it itself needs only the
         # rest.
-        return ids[ids.index(end) + 1 :] if closed and end is not None else ids
+        ends = self._control_ids if end is None else {end}
+        return ids[next(i for i, each in enumerate(ids) if each in ends) + 1 :] if closed else ids
+
+    def _encode_messages(self, frame: Frame, messages: Sequence[str]) -> Iterator[tuple[int, ...]]:
+        between, tokens = (
+            self.properties.between_tools or "",
+            [*self._added.finditer(self.properties.between_tools or "")],
+        )
+        # What stands between two messages is divided behind a token, where nothing merges.
+        at = tokens[-1].end() if tokens else len(between)
+        opening, closing = [frame.before, between[at:]], [between[:at], frame.after]
+        for i, message in enumerate(messages):
+            own = frame._replace(before=opening[i > 0], after=closing[i + 1 == len(messages)])
+            yield self._encode(own, message, behind=tokens[-1].group() if i and tokens else _SOME_TEXT)
 
     def _encode(self, frame: Frame, message: str, *, behind: str = "") -> tuple[int, ...]:
         before, after, trims, _ = frame

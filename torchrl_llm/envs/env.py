@@ -35,6 +35,7 @@ from torchrl_llm.envs.tasks import Stream, TaskSampler
 from torchrl_llm.envs.template_probe import Contexts
 from torchrl_llm.envs.tensors import chosen_slots, done_of, observation_of, responses_of, set_specs
 from torchrl_llm.envs.text_env import EnvironmentFault, SuccessBy
+from torchrl_llm.envs.tools import Tool, tool_schemas
 from torchrl_llm.stops import HasStopIds, share_stop_ids
 from torchrl_llm.utils.fixed import Delegated
 from torchrl_llm.utils.options import Checked, ConfigError, Count, Natural, Positive
@@ -42,6 +43,18 @@ from torchrl_llm.utils.options import Checked, ConfigError, Count, Natural, Posi
 logger = logging.getLogger(__name__)
 
 OnDone = Literal["refill", "idle"]
+
+
+def _declared_tools(specs: Sequence[EnvSpec]) -> Sequence[Tool]:
+    """The tools that all environments of a mixture declare."""
+    first, *others = specs
+    for spec in others:
+        if spec.tools is not first.tools and tool_schemas(spec.tools) != tool_schemas(first.tools):
+            raise ConfigError(
+                f"The environments {first.name!r} and {spec.name!r} of the mixture declare different tools, and one prompt shows "
+                "them: declare the same, or pass tools=[...], which all episodes are shown."
+            )
+    return first.tools
 
 
 class GEMEnv(Checked, EnvBase):
@@ -111,6 +124,8 @@ class GEMEnv(Checked, EnvBase):
             :class:`~torchrl_llm.collectors.AsyncTurnCollector` has threads and a limit of its own.
         system_prompt, template, contexts, chat_template_kwargs, missing_thinking, template_date:
             see :class:`~torchrl_llm.envs.ChatFormatter`.
+        tools: likewise; default: those that the environments declare, which have to be the same in
+            a mixture.
         success_reward: an episode is a success if it terminates with at least this; default 1.0.
             Where the environment says ``info["success"]`` as it terminates, that decides. If 64
             episodes of an environment were lost and one of them earned half as much, a warning asks
@@ -207,6 +222,7 @@ class GEMEnv(Checked, EnvBase):
         chat_template_kwargs: dict[str, Any] | None = None,
         missing_thinking: MissingThinking = "refuse",
         template_date: str | None = None,
+        tools: Sequence[Tool] | None = None,
         success_reward: float = 1.0,
         success_by: SuccessBy | None = None,
         on_done: OnDone = "refill",
@@ -237,6 +253,7 @@ class GEMEnv(Checked, EnvBase):
             chat_template_kwargs=chat_template_kwargs,
             missing_thinking=missing_thinking,
             template_date=template_date,
+            tools=_declared_tools(specs) if tools is None else tools,
         )
         task_sampler = TaskSampler(
             seed=seed,

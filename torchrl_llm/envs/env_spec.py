@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchrl_llm.envs.columns import ExtraKinds, check_kinds
 from torchrl_llm.envs.text_env import SuccessBy, TextEnv
+from torchrl_llm.envs.tools import Tool
 from torchrl_llm.keys import TurnColumn, extra
 from torchrl_llm.utils.options import check_value
 
@@ -31,6 +32,8 @@ class EnvSpec:
         single_turn: whether every episode ends with its first response, whatever that is; ``None``:
             it is not known. Of a class that is given as a factory, its own attribute
             ``single_turn``.
+        tools: that the chat template shows, see :data:`~torchrl_llm.envs.tools.Tool`; default none.
+            Of a class that is given as a factory, its own attribute ``tools``.
 
     Raises:
         ValueError: ``success_by`` is neither ``"last"`` nor ``"return"``.
@@ -44,6 +47,7 @@ class EnvSpec:
     divide: bool = False
     extras: ExtraKinds = field(default_factory=dict, hash=False)
     single_turn: bool | None = None
+    tools: Sequence[Tool] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         check_value(f"{self.name}: success_by", self.success_by, SuccessBy)
@@ -54,7 +58,7 @@ class EnvSpec:
     @classmethod
     def of(cls, make: Callable[..., TextEnv]) -> EnvSpec:
         """That of a class or function, with what it declares."""
-        name, declared = getattr(make, "__name__", type(make).__name__), ("extras", "single_turn")
+        name, declared = getattr(make, "__name__", type(make).__name__), ("extras", "single_turn", "tools")
         return cls(name, make, **{each: getattr(make, each) for each in declared if hasattr(make, each)})
 
     @property

@@ -7,6 +7,8 @@ from typing import Any, Self
 import torch
 import yaml
 
+from torchrl_llm.envs.tool_calls import BadCall, ToolCall
+
 Pair = tuple[str, str]
 """An opening and a closing marker, such as ``("<think>", "</think>")``."""
 
@@ -30,6 +32,7 @@ class Response(str):
             text where there is no thinking; empty while the thought is not closed.
         thinking: what was thought before it, without its markers and the white space around it;
             of a thought that is not closed, all that there is.
+        calls: of tools, in the answer; none unless the environment has tools.
 
     Examples:
         >>> response = Response("<think>\\nEasy.\\n</think>\\n\\n4", text="4", thinking="Easy.")
@@ -39,29 +42,37 @@ class Response(str):
         '4'
     """
 
-    __slots__ = ("text", "thinking")
+    __slots__ = ("calls", "text", "thinking")
 
     text: str
     thinking: str
+    calls: tuple[ToolCall | BadCall, ...]
 
-    def __new__(cls, whole: str = "", *, text: str | None = None, thinking: str = "") -> Self:
+    def __new__(
+        cls,
+        whole: str = "",
+        *,
+        text: str | None = None,
+        thinking: str = "",
+        calls: tuple[ToolCall | BadCall, ...] = (),
+    ) -> Self:
         made = super().__new__(cls, whole)
         # str() of a response, for itself, would be a response.
         made.text = str.__str__(made) if text is None else text
-        made.thinking = thinking
+        made.thinking, made.calls = thinking, calls
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _response, (str.__str__(self), self.text, self.thinking)
+        return _response, (str.__str__(self), self.text, self.thinking, self.calls)
 
 
-# Pickles of earlier versions have no thinking.
-def _response(whole: str, text: str, thinking: str = "") -> Response:
-    return Response(whole, text=text, thinking=thinking)
+# Pickles of earlier versions have less.
+def _response(whole: str, text: str, thinking: str = "", calls: tuple[ToolCall | BadCall, ...] = ()) -> Response:
+    return Response(whole, text=text, thinking=thinking, calls=calls)
 
 
 # They refuse every subclass of str that they are not told of.
-torch.serialization.add_safe_globals([_response])
+torch.serialization.add_safe_globals([_response, ToolCall, BadCall])
 # the last two are missing where PyYAML has no C
 for _dumper in ("SafeDumper", "Dumper", "CSafeDumper", "CDumper"):
     if hasattr(yaml, _dumper):

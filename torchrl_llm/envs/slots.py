@@ -301,8 +301,9 @@ class SlotMachine:
             else:
                 step = state.envs[state.task_spec.env_id].step(said)
             split = said if self._rules or self.formatter.columns else None
-            new = self.formatter.turn_spans(response, step.message, state.turn, role=step.role, said=split)
-            step = step.with_extras(self.formatter.thinking_counts(said, new))
+            message = step.results or step.message
+            new = self.formatter.turn_spans(response, message, state.turn, role=step.role, said=split)
+            step = step.with_extras(self.formatter.counts(said, new))
         except (Exception, SystemExit) as error:
             raise self.fault(state.task_spec, state.turn, error) from error
         if state.asked:

@@ -194,6 +194,7 @@ class _Probe:
             trims_answers=self._trims_answers(),
             tail=self._last.rpartition(_answered(0))[2],
             has_tool_role=tool is not None,
+            between_tools=None if tool is None else self._between_tools(tool),
             shows_date=self.render.shows_date(),
             ends_once=self._ends_once,
             header=self._writes if self._message_of_thought else "",
@@ -398,6 +399,15 @@ class _Probe:
             return None
         others = filter(None, map(self._frame_or_none, ("system", "assistant")))
         return None if any(tool[:2] == other[:2] for other in others) else tool
+
+    def _between_tools(self, tool: Frame) -> str | None:
+        """What stands between two messages of tools; ``None``: what stands around them is another
+        than around one."""
+        results = [Message("tool", _asked(i)) for i in (1, 2)]
+        text = self._rendered([_QUESTION, _ANSWER, *results]).rpartition(_answered(0))[2]
+        before, _, text = text.partition(_asked(1))
+        between, found, after = text.partition(_asked(2))
+        return between if found and (before, after) == (tool.before, tool.after) else None
 
     def _frame_or_none(self, role: str) -> Frame | None:
         try:

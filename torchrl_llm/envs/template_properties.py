@@ -54,6 +54,8 @@ class TemplateProperties:
         trims_answers: whether the template strips the white space around an answer.
         tail: what the template writes behind the last answer.
         has_tool_role: whether it has a frame of its own for the output of tools.
+        between_tools: what it writes between two messages of tools behind one answer; ``None``:
+            there is one at most.
         shows_date: whether it shows today's date.
         ends_once: the control token that ends the last answer and no earlier one, such as harmony's
             ``<|return|>``; ``None``: all end alike.
@@ -75,6 +77,7 @@ class TemplateProperties:
     trims_answers: bool = False
     tail: str = ""
     has_tool_role: bool = False
+    between_tools: str | None = None
     shows_date: bool = False
     ends_once: str | None = None
     header: str = ""

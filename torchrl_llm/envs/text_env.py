@@ -76,6 +76,8 @@ class TextStep(NamedTuple):
         terminated, truncated: whether the episode ends here, and how.
         success: ``info["success"]``; ``None``: not given.
         extras: the declared ones of ``info``.
+        results: ``info["tool_results"]``: the parts of the message, if it is the output of several
+            tools.
     """
 
     message: str
@@ -85,6 +87,7 @@ class TextStep(NamedTuple):
     truncated: bool
     success: bool | None = None
     extras: Extras = NO_EXTRAS
+    results: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, result: Any, kinds: ExtraKinds | None = None) -> TextStep:
@@ -120,7 +123,10 @@ class TextStep(NamedTuple):
         role: Role = "tool" if tool else "user"
         said = None if success is None else bool(success)
         extras = Extras.read(info, kinds) if kinds else NO_EXTRAS
-        return cls(compose_message(text, info), role, float(reward), bool(terminated), bool(truncated), said, extras)
+        message, results = compose_message(text, info), tuple(info.get("tool_results") or ())
+        if not all(isinstance(each, str) for each in results):
+            raise TypeError(f"step() returned the info['tool_results'] {results!r:.80}; expected a list of texts")
+        return cls(message, role, float(reward), bool(terminated), bool(truncated), said, extras, results)
 
     def with_extras(self, values: Mapping[str, float]) -> TextStep:
         """The same step with further extras; those that it has already stay."""

@@ -59,6 +59,7 @@ class HealthRules:
         self._best = 0.0
         self._without_credit = self._without_gradient = 0
         self._first_mean = self._first_entropy = math.inf
+        self._calls = 0.0
 
     def problems(self, metrics: Mapping[str, float]) -> list[str]:
         """What the metrics of the next iteration say for the first time, each with what to do."""
@@ -68,6 +69,7 @@ class HealthRules:
         # A critic that is warmed up leaves the actor without one, which is meant.
         still = metrics.get("optim/grad_norm_actor") == 0.0 and "loss/critic" not in metrics
         self._without_gradient = self._without_gradient + 1 if still else 0
+        self._calls += metrics.get("data/tool_calls", 0.0)
         if math.isinf(self._first_entropy):
             self._first_entropy = metrics.get("policy/entropy", math.inf)
         found = [(kind, problem) for kind, problem in self._problems(metrics) if kind not in self._warned]
@@ -102,6 +104,13 @@ class HealthRules:
                 "checkpoint with init_from, with target_kl=0.01 or a lower lr_actor.",
             )
         yield from self._nothing_learned(metrics, mean)
+        if "data/tool_calls" in metrics and not self._calls and self._iterations >= WINDOW:
+            yield (
+                "no calls",
+                f"the environment has tools, and no response of {WINDOW} iterations called one: what is never tried is never learned. Read in "
+                "the report what is written in place of calls, say in the system prompt when to call a tool, or begin with a model that does "
+                "(torchrl-llm warmup).",
+            )
         entropy, success = metrics.get("policy/first_turn_entropy", SETTLED), metrics["rollout/success"]
         # A policy that wins nearly always may settle.
         if entropy < SETTLED and success < 0.9:

@@ -80,6 +80,8 @@ METRICS: dict[str, str] = {
     "data/continued_turns": "turns sampled in continuations so far, which rollout/steps does not count (branches)",
     "data/faults": "episodes whose environment failed so far",
     "data/lost_workers": "workers on Ray that were lost and replaced so far",
+    "data/tool_calls": "calls of tools in the batch, malformed ones too, where the environment has tools",
+    "data/tool_faults": "those that were malformed, unknown, with wrong arguments, or refused by the tool (ToolEnv)",
     "data/tokens": "tokens in the rows of the batch, padding excluded",
     "data/action_share": "share of action tokens in the rows",
     "time/rollout_s": "seconds of collecting the batch",
@@ -129,7 +131,8 @@ ROLLOUT_KEYS = (
     keys.TURN_TERMINATED,
     keys.TURN_TRUNCATED,
     keys.ROW_WEIGHT,
-    *(keys.row_key(column.name) for column in keys.THINKING_COLUMNS),
+    *(keys.row_key(column.name) for column in (*keys.THINKING_COLUMNS, *keys.TOOL_COLUMNS)),
+    keys.row_key(keys.TOOL_FAULTS),
 )
 """The keys of rows that :func:`rollout_metrics`, :func:`staleness` and :func:`throughput` read."""
 
@@ -343,6 +346,7 @@ def _rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
     return (
         {name: (each * weight).mean().item() for name, each in means.items()}
         | _thinking_metrics(rows, weight)
+        | _tool_metrics(rows)
         | {
             "rollout/penalized": ((penalized.sum(-1) * weight).sum() / turns).item(),
             "rollout/response_length": ((actions.sum(-1) * weight).sum() / turns).item(),
@@ -360,6 +364,15 @@ def _thinking_metrics(rows: TensorDictBase, weight: Tensor) -> dict[str, float]:
         if counted.any():
             total = (extras[name].where(counted, 0.0).sum(-1) * weight).sum()
             metrics[f"rollout/{name}"] = (total / (counted.sum(-1) * weight).sum()).item()
+    return metrics
+
+
+def _tool_metrics(rows: TensorDictBase) -> dict[str, float]:
+    """Sums over the turns of which calls were counted."""
+    extras, mask, metrics = keys.turn_extras(rows), rows[keys.TURN_MASK], {}
+    for name in (keys.TOOL_CALLS[-1], keys.TOOL_FAULTS[-1]):
+        if name in extras and extras[name].is_floating_point():
+            metrics[f"data/{name}"] = extras[name].where(mask, 0.0).nansum().item()
     return metrics
 
 

@@ -1,5 +1,5 @@
-"""Tools of MCP servers (https://modelcontextprotocol.io) for GEM's ``ToolEnvWrapper``:
-:class:`MCPTools`.
+"""Tools of MCP servers (https://modelcontextprotocol.io) for
+:class:`~torchrl_llm.envs.tool_env.ToolEnv` and GEM's ``ToolEnvWrapper``: :class:`MCPTools`.
 
 GEM has a tool of its own for these, ``gem.tools.mcp_tool.MCPTool``. It connects for each call, so
 that a server cannot keep a session, it cannot hold a server on standard input and output, and where
@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
+from torchrl_llm.envs.tools import ToolError
 from torchrl_llm.utils.optional import import_extra
 from torchrl_llm.utils.options import ConfigError
 
@@ -44,9 +45,11 @@ class MCPServerError(RuntimeError):
 
 
 class MCPTools:
-    """The tools of an MCP server, as a tool of GEM's ``ToolEnvWrapper``.
+    """The tools of an MCP server, for :class:`~torchrl_llm.envs.tool_env.ToolEnv`, or as a tool of
+    GEM's ``ToolEnvWrapper``.
 
-    A response calls a tool by ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``; the
+    In a ``ToolEnv`` calls have the form that the chat template has for them. To GEM's wrapper, a
+    response calls a tool by ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``; the
     result is the next message. What a server says of a call, that it failed or has the wrong
     arguments, is a result too, and so is what is wrong with a call that cannot be sent. A server
     that is missing, ends or does not answer raises, so the episode ends as a fault.
@@ -92,6 +95,30 @@ class MCPTools:
         """
         tools = self._run(lambda client: client.list_tools())
         return _HOW.format(tools="\n".join(map(_describe, sorted(tools, key=lambda tool: tool.name))))
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """The schema of each tool, for the chat template
+        (:class:`~torchrl_llm.envs.tool_env.ToolEnv`).
+
+        Raises:
+            MCPServerError, TimeoutError: see :meth:`execute_action`.
+        """
+        tools = self._run(lambda client: client.list_tools())
+        return [
+            {"type": "function", "function": _described(tool)} for tool in sorted(tools, key=lambda tool: tool.name)
+        ]
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """What a tool returns.
+
+        Raises:
+            ToolError: the server says that the call failed, or is wrong.
+            MCPServerError, TimeoutError: see :meth:`execute_action`.
+        """
+        failed, text = self._run(lambda client: _answer(client, name, arguments))
+        if failed:
+            raise ToolError(text)
+        return text
 
     def execute_action(self, action: str) -> tuple[bool, bool, str, str]:
         """Call the tool that a response names.
@@ -211,9 +238,12 @@ def _is_deeper(value: Any, depth: int) -> bool:
 
 
 def _describe(tool: Any) -> str:
+    return json.dumps(_described(tool), ensure_ascii=False)
+
+
+def _described(tool: Any) -> dict[str, Any]:
     fields = tool.model_dump(by_alias=True)
-    described = {"name": fields["name"], "description": fields["description"], "parameters": fields["inputSchema"]}
-    return json.dumps(described, ensure_ascii=False)
+    return {"name": fields["name"], "description": fields["description"], "parameters": fields["inputSchema"]}
 
 
 async def _answer(client: Any, name: str, arguments: Mapping[str, Any]) -> tuple[bool, str]:

@@ -1,0 +1,393 @@
+"""Tools reach the template, and calls the environment."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from typing import ClassVar
+
+import pytest
+import torch
+from test_tool_calls import TEMPLATES, tokenizer_of
+from torchrl.envs.llm.transforms.tools import XMLBlockParser
+
+from torchrl_llm import keys
+from torchrl_llm.collectors import TurnCollector
+from torchrl_llm.envs import CHATML, ChatFormatter, EnvironmentFault, GEMEnv, Response
+from torchrl_llm.envs.env_spec import EnvSpec
+from torchrl_llm.envs.tool_calls import BadCall, ToolCall
+from torchrl_llm.envs.tool_env import ToolEnv, with_tools
+from torchrl_llm.envs.tools import ToolError, tool_schemas
+from torchrl_llm.metrics.rollouts import rollout_metrics
+from torchrl_llm.testing.environments import Echo, StopOrGo
+from torchrl_llm.testing.policies import ScriptedPolicy
+from torchrl_llm.testing.tokenizers import byte_tokenizer
+from torchrl_llm.utils.options import ConfigError
+
+SHOWN = "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }}: {{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+TEMPLATE = SHOWN + TEMPLATES["json"]
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
+def look(place: str) -> str:
+    """Look somewhere.
+
+    Args:
+        place: where.
+    """
+    if place == "nowhere":
+        raise ToolError("There is no such place.")
+    return f"Nothing is in the {place}."
+
+
+@pytest.fixture
+def tokenizer():
+    return tokenizer_of(TEMPLATE)
+
+
+class Calculator(Echo):
+    """An environment that declares a tool."""
+
+    tools = (add,)
+
+    def __init__(self):
+        super().__init__(turns=3)
+        self.said = []
+
+    def step(self, action):
+        self.said.append(action)
+        return super().step(action)
+
+
+class TestFormatter:
+    def test_the_template_shows_them(self, tokenizer):
+        formatter = ChatFormatter(tokenizer, tools=[add, look])
+        start = tokenizer.decode(formatter.start("Go."))
+        assert start == tokenizer.apply_chat_template(
+            [{"role": "user", "content": "Go."}], tools=[add, look], tokenize=False, add_generation_prompt=True
+        )
+        assert '"description": "the first."' in start
+
+    def test_a_response_has_its_calls(self, tokenizer):
+        formatter = ChatFormatter(tokenizer, tools=[add])
+        said = formatter.decode(
+            [*tokenizer.encode(f"Well.\n{ADD}\n{ADD[:-15]}"), tokenizer.convert_tokens_to_ids("<|im_end|>")]
+        )
+        call, cut = said.calls
+        assert call == ToolCall("add", {"a": 1, "b": 2})
+        assert isinstance(cut, BadCall)
+        assert said.startswith("Well.\n<tool_call>")
+
+    def test_none_without_tools(self, tokenizer):
+        assert ChatFormatter(tokenizer).decode(tokenizer.encode(ADD)).calls == ()
+
+    def test_what_is_thought_is_no_call(self, tokenizer):
+        formatter = ChatFormatter(tokenizer, tools=[add])
+        said = formatter.decode(tokenizer.encode(f"<think>\n{ADD}\n</think>\n\n5"))
+        assert (said.calls, said.text) == ((), "5")
+        said = formatter.decode(tokenizer.encode(f"<think>\n{ADD}\n</think>\n\n{ADD}"))
+        assert said.calls == (ToolCall("add", {"a": 1, "b": 2}),)
+
+    def test_nor_in_a_thought_that_the_prompt_opens(self):
+        opens = TEMPLATE.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+        formatter = ChatFormatter(tokenizer_of(opens), tools=[add], contexts="append")
+        assert formatter.decode(formatter.tokenizer.encode(f"{ADD}\n")).calls == ()
+        assert len(formatter.decode(formatter.tokenizer.encode(f"{ADD}\n</think>\n\n{ADD}")).calls) == 1
+
+    def test_templates_that_write_no_calls_are_refused(self):
+        for options in ({}, {"template": "raw"}):
+            with pytest.raises(ConfigError, match="writes no calls"):
+                ChatFormatter(byte_tokenizer(), tools=[add], **options)
+        with pytest.raises(ConfigError, match="leave those out"):
+            ChatFormatter(tokenizer_of(TEMPLATE), tools=[add], chat_template_kwargs={"tools": []})
+
+    def test_the_end_of_a_call_ends_a_response(self):
+        tokenizer = tokenizer_of(TEMPLATES["header"])
+        formatter = ChatFormatter(tokenizer, tools=[add])
+        end = tokenizer.convert_tokens_to_ids("<|call|>")
+        assert end in formatter.end_of_turn_ids
+        response = tokenizer.encode(' to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": 2}<|call|>')
+        assert formatter.decode(response).calls == (ToolCall("add", {"a": 1, "b": 2}),)
+        behind = tokenizer.decode(formatter.feedback(response, "3"))
+        assert behind == "<|start|>user<|message|>3<|end|><|start|>assistant"
+
+    def test_it_can_be_pickled(self, tokenizer):
+        formatter = pickle.loads(pickle.dumps(ChatFormatter(tokenizer, tools=[add])))
+        assert formatter.decode(tokenizer.encode(ADD)).calls == (ToolCall("add", {"a": 1, "b": 2}),)
+
+
+# Results are in one turn of the user, as in Qwen's template; and nowhere apart.
+JOINED = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{% if loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}"
+    "\n<tool_call>\n{{ m.content }}\n</tool_call>{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LOOP = "{% for message in messages %}"
+NO_ROLE = CHATML.replace(LOOP, LOOP + "{% if message.role == 'tool' %}{{ raise_exception('no') }}{% endif %}")
+
+
+class TestResults:
+    @pytest.mark.parametrize("template", [CHATML, JOINED], ids=["apart", "joined"])
+    @pytest.mark.parametrize("results", [("3", "4"), ("<tool_call>", "x\n", "</tool_call>5")])
+    def test_each_is_a_message_of_its_own(self, template, results):
+        tokenizer = tokenizer_of(template)
+        formatter, response = ChatFormatter(tokenizer), tokenizer.encode("a<|im_end|>")
+        ids = [*formatter.start("q"), *response, *formatter.feedback(response, results, role="tool")]
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+        messages += [{"role": "tool", "content": result} for result in results]
+        expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(ids) == expected
+        if "<" not in "".join(results):
+            assert ids == tokenizer.encode(expected)
+        else:  # a look-alike is no token
+            calls = tokenizer.convert_tokens_to_ids("<tool_call>")
+            assert ids.count(calls) == (len(results) if template == JOINED else 0)
+
+    def test_else_they_are_lines(self):
+        tokenizer = tokenizer_of(NO_ROLE)
+        behind = ChatFormatter(tokenizer).feedback(tokenizer.encode("a<|im_end|>"), ("3", "4"), role="tool")
+        assert tokenizer.decode(behind) == "\n<|im_start|>user\n3\n4<|im_end|>\n<|im_start|>assistant\n"
+
+
+class TestResponse:
+    def test_copies_keep_calls(self):
+        said = Response(ADD, calls=(ToolCall("add", {"a": [1, {"b": None}]}), BadCall("<tool_call>", "Cut.")))
+        assert pickle.loads(pickle.dumps(said)).calls == said.calls
+        file = io.BytesIO()
+        torch.save(said, file)
+        file.seek(0)
+        assert torch.load(file, weights_only=True).calls == said.calls
+        assert Response("5").calls == ()
+
+
+class TestSchemas:
+    def test_one_form(self):
+        (schema,) = tool_schemas([look])
+        assert tool_schemas([schema["function"]]) == tool_schemas([schema]) == (schema,)
+
+    @pytest.mark.parametrize(
+        "tools", [[5], ["add"], [{"parameters": {}}], [lambda a: a], [add, add], add, [Calculator]]
+    )
+    def test_what_is_none_is_refused(self, tools):
+        with pytest.raises(ConfigError):
+            tool_schemas(tools)
+
+
+class TestGEMEnv:
+    def env(self, tokenizer, env, **options):
+        return GEMEnv(env, tokenizer=tokenizer, max_model_len=2000, max_output_tokens=200, **options)
+
+    def test_an_environment_gets_the_calls_of_the_tools_that_it_declares(self, tokenizer):
+        env = self.env(tokenizer, Calculator)
+        assert [schema["function"]["name"] for schema in env.formatter.tools] == ["add"]
+        env.rollout(1, ScriptedPolicy(lambda *_: ADD, tokenizer=tokenizer, max_output_tokens=200))
+        (said,) = env.slots[0].envs[0].env.said
+        assert said.calls == (ToolCall("add", {"a": 1, "b": 2}),)
+        assert "add: {" in tokenizer.decode(env.slots.context(0))
+
+    def test_given_tools_replace_them(self, tokenizer):
+        env = self.env(tokenizer, Calculator, tools=[look])
+        assert [schema["function"]["name"] for schema in env.formatter.tools] == ["look"]
+        assert self.env(tokenizer, Calculator, tools=[]).formatter.tools == ()
+
+    def test_a_mixture_has_one_list_of_tools(self, tokenizer):
+        other = EnvSpec("other", Echo, tools=[look])
+        with pytest.raises(ConfigError, match="different tools"):
+            self.env(tokenizer, [Calculator, other])
+        same = EnvSpec("same", Echo, tools=tool_schemas([add]))
+        assert len(self.env(tokenizer, [Calculator, same]).formatter.tools) == 1
+        assert len(self.env(tokenizer, [Calculator, other], tools=[add, look]).formatter.tools) == 2
+
+
+def said(*calls):
+    return Response("...", calls=calls)
+
+
+def fail() -> str:
+    """Fail."""
+    raise OSError("broken")
+
+
+class Notes:
+    """Tools with a state."""
+
+    def __init__(self):
+        self.notes, self.closed = [], False
+
+    def schemas(self):
+        return [{"name": "note", "parameters": {"properties": {"text": {"type": "string"}}, "required": ["text"]}}]
+
+    def call(self, name, arguments):
+        if not arguments["text"]:
+            raise ToolError("A note has a text.")
+        self.notes.append(arguments["text"])
+        return f"{len(self.notes)} notes"
+
+
+class TestToolEnv:
+    def env(self, **options):
+        env = ToolEnv(StopOrGo(), [add, look, fail, Notes()], **options)
+        env.reset(seed=0)
+        return env
+
+    def test_calls_are_executed_in_order(self):
+        env = self.env()
+        text, reward, terminated, truncated, info = env.step(
+            said(ToolCall("add", {"a": 1, "b": 2}), ToolCall("note", {"text": "x"}), ToolCall("look", {"place": "box"}))
+        )
+        assert text == "add: 3\nnote: 1 notes\nlook: Nothing is in the box."
+        assert (reward, terminated, truncated) == (0.0, False, False)
+        assert (info["use_tool"], info["tool_faults"]) == (True, 0)
+        assert env.step(said(ToolCall("note", {"text": "y"})))[0] == "2 notes"
+
+    def test_a_response_without_calls_goes_to_the_environment(self):
+        env = self.env()
+        assert env.step("go on")[0] == "On we go."
+        assert env.step(said())[4]["tool_faults"] == 0
+        assert env.step("stop")[1:3] == (1.0, True)
+
+    @pytest.mark.parametrize(
+        ("call", "answer"),
+        [
+            (BadCall("<tool_call>", "This is not JSON."), "This is not JSON."),
+            (ToolCall("sub", {}), "There is no tool 'sub'; the tools are add, look, fail, note."),
+            (ToolCall("add", {"a": 1}), "The argument 'b' is missing."),
+            (ToolCall("add", {"a": 1, "b": 2, "c": 3}), "There is no argument 'c'; expected a, b."),
+            (ToolCall("add", {"a": 1, "b": "2"}), "The argument 'b' is \"2\"; expected integer."),
+            (ToolCall("add", {"a": True, "b": 2}), "The argument 'a' is true; expected integer."),
+            (ToolCall("look", {"place": "nowhere"}), "There is no such place."),
+            (ToolCall("note", {"text": ""}), "A note has a text."),
+        ],
+    )
+    def test_what_the_policy_does_wrong_is_told_and_counted(self, call, answer):
+        text, _, terminated, _, info = self.env().step(said(call))
+        assert text == f"Error: {answer}"
+        assert (info["tool_faults"], terminated) == (1, False)
+
+    def test_any_other_exception_is_the_environments(self):
+        with pytest.raises(OSError, match="broken"):
+            self.env().step(said(ToolCall("fail", {})))
+
+    def test_calls_are_limited_in_each_episode(self):
+        env, call = self.env(max_calls=2), ToolCall("add", {"a": 1, "b": 2})
+        text, _, _, _, info = env.step(said(call, call, call))
+        assert text == "add: 3\nadd: 3\nadd: Error: All 2 calls are used; answer without tools."
+        assert info["tool_faults"] == 1
+        env.reset(seed=1)
+        assert env.step(said(call))[0] == "3"
+        with pytest.raises(ConfigError, match="at least 1"):
+            self.env(max_calls=0)
+
+    def test_a_schema_alone_cannot_be_called(self):
+        with pytest.raises(ConfigError, match="cannot be called"):
+            ToolEnv(StopOrGo(), [{"name": "add", "parameters": {}}])
+
+    def test_the_environments_own_extras_are_blank(self):
+        env = ToolEnv(WithExtras(), [add])
+        _, *_, info = env.step(said(ToolCall("add", {"a": 1, "b": 2})))
+        assert (math.isnan(info["regret"]), info["state"]) == (True, "")
+        assert env.extras == {"regret": float, "state": str, "tool_faults": float}
+
+
+class WithExtras(StopOrGo):
+    extras: ClassVar = {"regret": float, "state": str}
+
+
+class TestWithTools:
+    def collected(self, tokenizer, answers, env=StopOrGo, tools=(add, look), **options):
+        env = GEMEnv(
+            with_tools(env, [*tools] if isinstance(tools, tuple) else tools, **options),
+            tokenizer=tokenizer,
+            max_model_len=4000,
+            max_output_tokens=200,
+        )
+        policy = ScriptedPolicy(lambda _, turn, __: answers[turn], tokenizer=tokenizer, max_output_tokens=200)
+        (rows,) = TurnCollector(env, policy, batch_size=1, total_batches=1)
+        return env, rows
+
+    def test_results_are_tool_messages_and_faults_are_metrics(self, tokenizer):
+        _env, rows = self.collected(tokenizer, [f"{ADD}\n{ADD}", ADD.replace("add", "sub"), ADD[:-15], "stop"])
+        text = tokenizer.decode(rows[keys.TOKENS][0][rows[keys.ATTENTION_MASK][0]])
+        result = "<|im_start|>tool\nadd: 3<|im_end|>\n"
+        assert f"</tool_call><|im_end|>\n{result}{result}<|im_start|>assistant\n" in text
+        assert "<|im_start|>tool\nError: There is no tool 'sub'; the tools are add, look.<|im_end|>" in text
+        assert "<|im_start|>tool\nError: This is not JSON" in text
+        metrics = rollout_metrics(rows)
+        assert (metrics["data/tool_calls"], metrics["data/tool_faults"]) == (4.0, 2.0)
+        assert metrics["rollout/success"] == 1.0
+
+    def test_an_environment_without_tools_has_no_such_metric(self, tokenizer):
+        env = GEMEnv(StopOrGo, tokenizer=tokenizer, max_model_len=900)
+        (rows,) = TurnCollector(
+            env, ScriptedPolicy(lambda *_: "stop", tokenizer=tokenizer), batch_size=1, total_batches=1
+        )
+        assert not any("tool" in name for name in rollout_metrics(rows))
+
+    def test_each_slot_has_its_own_tools(self):
+        made = []
+
+        def tools():
+            made.append(Notes())
+            return made[-1:]
+
+        spec = with_tools(StopOrGo, tools)
+        first, second = spec.make(), spec.make()
+        assert len(made) == 3  # one for its schemas
+        first.step(said(ToolCall("note", {"text": "x"})))
+        assert [len(each.notes) for each in made] == [0, 1, 0]
+        assert second.extras == spec.extras
+
+    def test_gems_environments_keep_their_tasks(self, tokenizer):
+        game = "game:GuessTheNumber-v0-easy"
+        plain = GEMEnv(game, tokenizer=tokenizer, max_model_len=4000)
+        tools = GEMEnv(with_tools(game, [add]), tokenizer=tokenizer, max_model_len=4000)
+        assert (plain.reset()["task_id"] == tools.reset()["task_id"]).all()
+
+    def test_a_tool_that_fails_is_a_fault_of_the_environment(self, tokenizer):
+        call = ADD.replace("add", "fail").replace('"a": 1, "b": 2', "")
+        with pytest.raises(EnvironmentFault, match="OSError: broken"):
+            self.collected(tokenizer, [call], tools=(fail,))
+
+
+class AddService:
+    """Adds."""
+
+    name = "add"
+    schema_in: ClassVar = {"a": int, "b": int}
+    schema_out: ClassVar = {"result": int}
+
+    def __call__(self, a, b, **kwargs):
+        return {"result": a + b}
+
+
+class TestTorchRL:
+    def test_its_services_are_tools(self):
+        (schema,) = tool_schemas([AddService()])
+        assert schema["function"]["parameters"]["properties"]["b"] == {"type": "integer"}
+        env = ToolEnv(StopOrGo(), [AddService()])
+        assert env.step(said(ToolCall("add", {"a": 1, "b": 2})))[0] == '{"result": 3}'
+        assert env.step(said(ToolCall("add", {"a": 1})))[4]["tool_faults"] == 1
+
+    def test_its_parsers_read_calls(self):
+        written = '<tool name="add">{"a": 1, "b": 2}</tool> <tool name="add">[1]</tool>'
+        env = GEMEnv(
+            with_tools(StopOrGo, [AddService()], parser=XMLBlockParser()),
+            tokenizer=byte_tokenizer(),
+            max_model_len=900,
+            max_output_tokens=100,
+        )
+        assert env.formatter.tools == ()
+        env.rollout(1, ScriptedPolicy(lambda *_: written, tokenizer=byte_tokenizer(), max_output_tokens=100))
+        assert env.slots[0].steps[0].message == 'add: {"result": 3}\nError: Its arguments are no object.'

@@ -1,0 +1,119 @@
+"""Tools of environments: what they are, and the schemas by which the chat template shows them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from transformers.utils import get_json_schema
+
+from torchrl_llm.utils.options import ConfigError
+
+Schema = Mapping[str, Any]
+"""A tool as templates know it: ``{"type": "function", "function": {"name": ..., "description": ...,
+"parameters": ...}}``."""
+
+
+class ToolError(Exception):
+    """A tool refuses a call: the policy's fault, which is answered by this message and counted. Any
+    other exception of a tool is a fault of the environment."""
+
+
+@runtime_checkable
+class ToolSet(Protocol):
+    """An object that has tools, such as :class:`~torchrl_llm.worlds.mcp.MCPTools`."""
+
+    def schemas(self) -> Sequence[Schema]:
+        """The schema of each tool."""
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """What a tool returns, as text.
+
+        Raises:
+            ToolError: it refuses the call.
+        """
+
+
+@runtime_checkable
+class ToolService(Protocol):
+    """What TorchRL's ``ToolService`` is to its environments: one tool."""
+
+    name: str
+    schema_in: Mapping[str, Any]
+
+    def __call__(self, **arguments: Any) -> Any: ...
+
+
+Tool = Callable[..., Any] | Schema | ToolSet | ToolService
+"""A function with type hints and a docstring whose section ``Args`` describes each argument, a JSON
+schema, an object with tools, or a ``ToolService`` of TorchRL."""
+
+
+def tool_schemas(tools: Iterable[Tool]) -> tuple[Schema, ...]:
+    """The schemas of tools, in order.
+
+    Raises:
+        ConfigError: one is not a tool, a function has no hints or no docstring, or two have one
+            name.
+
+    Examples:
+        >>> def add(a: int, b: int) -> int:
+        ...     '''Add two numbers.
+        ...
+        ...     Args:
+        ...         a: the first.
+        ...         b: the second.
+        ...     '''
+        ...     return a + b
+        >>> [schema["function"]["name"] for schema in tool_schemas([add, {"name": "look", "parameters": {}}])]
+        ['add', 'look']
+    """
+    if isinstance(tools, Mapping | str) or not isinstance(tools, Iterable):
+        raise ConfigError(f"The tools are {tools!r:.80}; expected a list of them.")
+    found = tuple(schema for tool in tools for schema in _schemas_of(tool))
+    names = [schema["function"]["name"] for schema in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"Two tools have the name {twice[0]!r}: give one of them another.")
+    return found
+
+
+def _schemas_of(tool: Any) -> Sequence[Schema]:
+    if isinstance(tool, Mapping):
+        schema = tool if "function" in tool else {"type": "function", "function": {**tool}}
+        if isinstance(schema["function"], Mapping) and isinstance(schema["function"].get("name"), str):
+            return [schema]
+    elif isinstance(tool, ToolSet) and not inspect.isclass(tool):
+        return [schema for each in tool.schemas() for schema in _schemas_of(each)]
+    elif isinstance(tool, ToolService) and not inspect.isclass(tool):
+        return [_schema_of_service(tool)]
+    elif inspect.isroutine(tool):
+        return [_schema_of_function(tool)]
+    raise ConfigError(
+        f"A tool is {tool!r:.80}; expected a function with type hints and a docstring, a JSON schema "
+        '{"name": ..., "description": ..., "parameters": ...}, or an object with schemas() and call().'
+    )
+
+
+def _schema_of_service(service: ToolService) -> Schema:
+    """The schema of a service, whose arguments are a JSON schema or types by name."""
+    given, parameters = service.schema_in, dict(service.schema_in)
+    if not isinstance(given.get("properties"), Mapping):
+        kinds = {name: _JSON_TYPES.get(kind, kind) for name, kind in given.items()}
+        properties = {name: {"type": kind} if isinstance(kind, str) else {} for name, kind in kinds.items()}
+        parameters = {"type": "object", "properties": properties, "required": [*given]}
+    described = inspect.getdoc(service) or ""
+    return {"type": "function", "function": {"name": service.name, "description": described, "parameters": parameters}}
+
+
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+def _schema_of_function(function: Callable[..., Any]) -> Schema:
+    try:
+        return dict(get_json_schema(function))
+    except Exception as error:  # of several classes, by the version of transformers
+        raise ConfigError(
+            f"The tool {getattr(function, '__name__', function)!r} has no schema ({error}). Give each argument a type hint, and "
+            "the docstring a line on each in its section Args."
+        ) from error
