@@ -2,10 +2,12 @@
 
     git worktree add /tmp/before efd5924
     OMP_NUM_THREADS=1 python benchmarks/in_turns.py --before /tmp/before --algo GRPO
+    OMP_NUM_THREADS=1 python benchmarks/in_turns.py --before /tmp/before --vllm --pairs 30
 
 Both processes stay alive and work alternately, so that what slows the machine down for more than a
 second slows down both. Each does the work of its own ``iteration.py``; the conversations are the
-same as long as the numbers are. Prints one JSON object: medians, and the ratio before / after of
+same as long as the numbers are. ``--vllm``: instead, an iteration plays 96 tasks with each
+contender of its own ``rollout.py``. Prints one JSON object: medians, and the ratio before / after of
 pairs of neighbouring iterations, with the interval that holds the median of all such pairs in 95 of
 100 cases (order statistics).
 """
@@ -17,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from math import comb
 from pathlib import Path
 
@@ -38,8 +41,31 @@ def serve(algo: str, pairs: int) -> None:
         run = iteration.build_run(config, env=iteration.AnyGuess)
         batches = iter(run.trainer.collector)
         for _ in sys.stdin:
-            print(json.dumps(iteration.iterate(run, batches)[2]), flush=True)
+            phases = iteration.iterate(run, batches)[2]
+            print(json.dumps(phases | {"iteration": sum(phases.values())}), flush=True)
         run.trainer.close()
+
+
+def serve_rollouts() -> None:
+    """Play with every contender for each line of the input, and print their CPU-seconds."""
+    import rollout  # of the checkout whose process this is
+    import torch
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        work, clock = rollout.make_work("varied", Path(folder)), rollout.Clock()
+        policies = work.make_policies(32)
+        world = rollout.make_world("instant", work, policies, clock, slots=32, episodes=96)
+        for _ in sys.stdin:
+            seconds = {}
+            for name, collector in world.collectors.items():
+                for policy in policies:
+                    policy.drop_cache()
+                seconds[name] = rollout.measure(partial(rollout.play, collector), clock).cpu_s
+            print(json.dumps(seconds), flush=True)
+        for collector in world.collectors.values():
+            collector.shutdown()
+        policies[0].close()
 
 
 class Side:
@@ -58,15 +84,14 @@ class Side:
         )
 
     def iterate(self) -> dict[str, float]:
-        """The CPU-seconds of the phases of one iteration, and of both together."""
+        """The CPU-seconds of an iteration, by name."""
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         # The package may print other lines.
         while not (line := self.process.stdout.readline()).startswith("{"):
             if not line:
                 raise RuntimeError(f"{self.process.args} ended with {self.process.wait()}: run it by hand to see why.")
-        seconds = json.loads(line)
-        return seconds | {"iteration": sum(seconds.values())}
+        return dict(json.loads(line))
 
 
 def interval(ratios: list[float]) -> list[float]:
@@ -93,14 +118,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="a checkout of the commit to compare with")
     parser.add_argument("--algo", choices=["LLMPPO", "LLMREINFORCE", "GRPO"], default="LLMPPO")
+    parser.add_argument("--vllm", action="store_true", help="rollouts, most of them with vLLM")
     parser.add_argument("--pairs", type=int, default=40, help="default 40")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        return serve(arguments.algo, arguments.pairs)
+        return serve_rollouts() if arguments.vllm else serve(arguments.algo, arguments.pairs)
     if arguments.before is None:
         parser.error("--before is missing")
-    options = ["--algo", arguments.algo, "--pairs", str(arguments.pairs)]
+    options = ["--algo", arguments.algo, "--pairs", str(arguments.pairs), *(["--vllm"] if arguments.vllm else [])]
     here = Path(__file__).resolve().parents[1]
     sides = {"before": Side(arguments.before.resolve(), options), "after": Side(here, options)}
     for side in sides.values():
@@ -112,7 +138,8 @@ def main() -> None:
             found[name].append(sides[name].iterate())
     for side in sides.values():
         side.process.communicate(timeout=60)
-    result = {"machine": machine(), "algo": arguments.algo, "pairs": arguments.pairs}
+    work = "rollouts" if arguments.vllm else arguments.algo
+    result = {"machine": machine(), "work": work, "pairs": arguments.pairs}
     for phase in found["before"][0]:
         result[phase] = compared(*([each[phase] for each in found[name]] for name in sides))
     print(json.dumps(result, indent=1))

@@ -54,12 +54,12 @@ of a small model, SmolLM2-135M and Qwen2.5-0.5B; ``head`` is all vocabulary."""
 VARIANTS = ("by hand", "rows", "shared")
 
 
-def make_model(name: str, layers: int | None) -> LlamaForCausalLM:
-    """A random model; ``layers``: fewer or more than the real one has."""
-    vocabulary, hidden, depth, heads, kv_heads, width = MODELS[name]
+def make_model(name: str, layers: int | None, vocabulary: int | None = None) -> LlamaForCausalLM:
+    """A random model; ``layers``, ``vocabulary``: other numbers than the real one has."""
+    size, hidden, depth, heads, kv_heads, width = MODELS[name]
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=vocabulary,
+        vocab_size=vocabulary or size,
         hidden_size=hidden,
         num_hidden_layers=layers or depth,
         num_attention_heads=heads,

@@ -12,8 +12,12 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_llm import keys
+from torchrl_llm.data import turns_to_rows
+from torchrl_llm.envs import CHATML, GEMEnv
 from torchrl_llm.runs.recording import FOLDER, trimmed, write_recording
 from torchrl_llm.runs.table import FILE, table_text
+from torchrl_llm.testing.policies import ScriptedPolicy
+from torchrl_llm.testing.tokenizers import byte_tokenizer
 
 PAYLOADS = (
     "</script><script>document.title='run'</script>",
@@ -89,6 +93,33 @@ def made_rows(
         },
         [episodes],
     )
+
+
+class Counts:
+    """Three turns, whose messages are numbered."""
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict]:
+        self.turn = 0
+        return "Speak.", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        self.turn += 1
+        return f"Message {self.turn}.", 0.0, self.turn == 3, False, {}
+
+
+def thinking_rows() -> tuple[TensorDict, dict[int, str]]:
+    """Two episodes of three turns that think, whose template drops the thinking of earlier turns;
+    and the text of each token."""
+    drops = CHATML.replace("message['content']", "message['content'].split('</think>')[-1].lstrip('\n')")
+    tokenizer = byte_tokenizer(chat_template=drops)
+    policy = ScriptedPolicy(
+        lambda episode, turn, context: f"<think>\nturn {turn}\n</think>\n\n{turn}",
+        tokenizer=tokenizer,
+        max_output_tokens=40,
+    )
+    env = GEMEnv(Counts, tokenizer=tokenizer, num_envs=2, max_output_tokens=40, on_done="idle")
+    rows = turns_to_rows(env.rollout(3, policy, break_when_any_done=False))
+    return rows, {token: tokenizer.decode([token]) for token in rows[keys.TOKENS].unique().tolist()}
 
 
 def about(kind: str = "training", iteration: int = 1, **changes: Any) -> dict[str, Any]:

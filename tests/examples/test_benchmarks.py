@@ -167,6 +167,32 @@ class TestEpisodes:
         assert load("episodes").shape(rows) == {"rows": 3, "tokens": 8, "shared": round(8 / 6, 3), "turns": 2.0}
 
 
+class TestThinking:
+    @pytest.mark.parametrize("world", ["guess", "board"])
+    def test_both_forms_do_the_same(self, load, world):
+        script = load("thinking")
+        tokenizer = script.make_tokenizer(script.WORLDS[world])
+        row = script.collect(script.WORLDS[world], tokenizer, turns=6, thinking=40)
+        assert "Invalid" not in tokenizer.decode(row[keys.TOKENS][0])
+        forms = script.Forms(load("learn").make_model("0.66M", 1), row)
+        found = script.compare(forms, pairs=1)
+        assert found["loss_gap"] < 1e-5
+        assert found["gradient_gap"] < 1e-5
+        # The last token of each sample is never read.
+        assert found["computed"] == found["distinct"] - 6 < found["plain"] / 1.4
+        assert script.distinct_tokens(script.samples(row)[:1]) - len(script.contexts(row)[0]) in range(48, 56)
+
+    def test_what_a_policy_encodes(self, load):
+        script = load("thinking")
+        tokenizer = script.make_tokenizer(script.WORLDS["guess"])
+        row = script.collect(script.WORLDS["guess"], tokenizer, turns=3, thinking=8)
+        prompts = script.contexts(row)
+        found = script.encodings(tokenizer, row, responses=2)
+        assert found["prompts"] == sum(map(len, prompts))
+        # Each context begins with the one before: what stands behind that is new or was dropped.
+        assert found["encoded"] == found["behind_dropped"] == len(prompts[-1])
+
+
 class TestGuards:
     def test_the_floor_of_the_standard_deviation(self, load):
         script = load("guards")

@@ -40,7 +40,7 @@ from torchrl_llm.data.batching import pad_rows
 from torchrl_llm.modules import SamplingConfig, TokenScorer, TurnCritic, enable_prefix_sharing, load_actor_critic
 from torchrl_llm.modules.adapters import enable_gradient_checkpointing
 from torchrl_llm.modules.prefix_attention import ATTENTION, PrefixSharing
-from torchrl_llm.modules.prefixes import PrefixCost
+from torchrl_llm.modules.prefixes import PrefixCost, plan_prefixes
 from torchrl_llm.objectives import LLMPPOLoss, total, write_loss_weights
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
@@ -52,14 +52,22 @@ FREE = PrefixCost(stage=0, context=0, key=0)
 class Free(PrefixSharing):
     """Cuts wherever rows fork, however little that saves."""
 
+    free = FREE
+
     def cost(self, device: torch.device, *, recomputed: bool = False) -> PrefixCost:
-        return replace(FREE, max_length=self.max_length)
+        return replace(self.free, max_length=self.max_length)
 
 
-def shared(model) -> Free:
+class Dear(Free):
+    """Copies of keys are dear: rows stay in few pieces."""
+
+    free = replace(FREE, key=0.01)
+
+
+def shared(model, cls=Free) -> Free:
     sharing = enable_prefix_sharing(model)
     assert sharing is not None
-    return Free(*sharing)
+    return cls(*sharing)
 
 
 def make_rows(seed: int = 0, *, batch: int = 9, length: int = 26) -> TensorDict:
@@ -108,10 +116,11 @@ def assert_same(found, expected, relative: float) -> None:
 
 
 class TestScores:
+    @pytest.mark.parametrize("cls", [Free, Dear])
     @pytest.mark.parametrize("seed", range(4))
-    def test_scores_and_gradients_are_those_of_plain_rows(self, exact_norms, seed):
+    def test_scores_and_gradients_are_those_of_plain_rows(self, exact_norms, seed, cls):
         model, rows = make_model(), make_rows(seed)
-        sharing, counts, found = shared(model), tokens_computed(model), []
+        sharing, counts, found = shared(model, cls), tokens_computed(model), []
         for prefixes in (None, sharing):
             scorer = TokenScorer(model, SamplingConfig(temperature=0.7), entropy=True, prefixes=prefixes)
             log_prob, entropy = scorer.score(*(rows[key] for key in scorer.in_keys))
@@ -119,6 +128,16 @@ class TestScores:
         plain, tree = found
         assert counts[1] < 0.9 * counts[0]
         assert_same(tree, plain, 1e-10)
+
+    def test_where_copies_are_dear_rows_are_cut_into_pieces(self):
+        rows = make_rows()
+        plans = [
+            plan_prefixes(rows["tokens"].numpy(), rows["attention_mask"].sum(-1).numpy(), cls.free)
+            for cls in (Free, Dear)
+        ]
+        copied = [sum(stage.keys.size for stage in plan.stages if stage.start) for plan in plans]
+        assert copied[1] < 0.7 * copied[0]
+        assert len(plans[1].tokens) == len(plans[0].tokens)
 
     def test_stop_ids_are_held_back_by_the_turns_of_each_row(self, exact_norms):
         """Rows of the same tokens and other turns: at one token the stop ids are excluded in the

@@ -12,7 +12,8 @@ from torchrl_llm.modules import prefixes
 from torchrl_llm.modules.prefixes import PrefixCost, SortedRows, choose_cuts, pack_rows, plan_prefixes
 
 FREE = PrefixCost(stage=0, context=0, key=0)
-COSTS = [FREE, PrefixCost(stage=3, context=0.1, key=0.2), PrefixCost(stage=0.5, context=0, key=0)]
+KEYS = PrefixCost(stage=0.1, context=0.1, key=0.2)
+COSTS = [FREE, KEYS, PrefixCost(stage=3, context=0.1, key=0.2), PrefixCost(stage=0.5, context=0, key=0)]
 
 
 @st.composite
@@ -27,6 +28,11 @@ def batches(draw, max_rows: int = 9):
 
 def prefixes_of(tokens: np.ndarray, ends: np.ndarray) -> set[tuple[int, ...]]:
     return {tuple(row[:i]) for row, end in zip(tokens.tolist(), ends, strict=True) for i in range(1, end + 1)}
+
+
+def columns_of(plan):
+    """Every prefix of a plan with every column in which it has a token of its own."""
+    return [(node, stage.start + i) for stage in plan.stages for node in stage.keys for i in range(stage.width)]
 
 
 class TestPlan:
@@ -47,15 +53,12 @@ class TestPlan:
             own = stage.keys[:, stage.start :]
             assert own.ravel().tolist() == list(range(first, first := first + own.size))
             assert (plan.positions[stage.keys] == np.arange(stage.start + stage.width)).all()
-            for node, row in zip(stage.keys, own, strict=True):
-                holders = [
-                    i for i, end in enumerate(ends) if end > stage.start and row[0] == plan.places[i, stage.start]
-                ]
-                assert holders
-                for i in holders:
-                    end = min(ends[i], stage.start + stage.width)
-                    assert (plan.places[i, :end] == node[:end]).all()
         assert first == len(plan.tokens)
+        # A token attends to the tokens of its own row, in whatever prefix it is computed.
+        seen = {node[column]: node[: column + 1] for node, column in columns_of(plan)}
+        for places, end in zip(plan.places, ends, strict=True):
+            for column in range(end):
+                assert (seen[places[column]] == places[: column + 1]).all()
 
     @given(batches())
     @settings(deadline=None)
@@ -80,6 +83,20 @@ class TestPlan:
         assert plan_prefixes(rows, ends, PrefixCost(stage=4, context=0, key=0)) is None
         plan = plan_prefixes(rows, ends, PrefixCost(stage=1, context=0, key=0))
         assert [(stage.start, stage.width, len(stage.keys)) for stage in plan.stages] == [(0, 3, 1), (3, 1, 2)]
+
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_a_trunk_that_sheds_a_branch_at_every_turn_is_not_cut_at_each(self, order):
+        """Whether branches stand before or behind it in the order of ids."""
+        trunk = np.arange(100, 160)
+        rows, ends = np.zeros((6, 60), np.int64), np.array([20, 28, 36, 44, 52, 1])
+        for turn, row in enumerate(rows[:5]):
+            row[: 10 + 8 * turn] = trunk[: 10 + 8 * turn]
+            row[10 + 8 * turn : 20 + 8 * turn] = 130 + order * 100 + np.arange(10)
+        rows[5] = trunk  # of which one token counts, a prefix of all
+        plan = plan_prefixes(rows, ends, KEYS)
+        assert len(plan.tokens) == 42 + 5 * 10
+        assert [len(stage.keys) for stage in plan.stages] == [1] * 5
+        assert sorted(stage.width for stage in plan.stages) == [10, 10, 10, 10, 52]
 
     def test_the_choice_reads_token_counts_and_not_the_clock(self):
         rows, ends = np.tile(np.arange(20), (8, 1)), np.full(8, 20)

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from recorded_runs import PAYLOADS, made_rows, write_metrics, write_result, write_rows
+from recorded_runs import PAYLOADS, made_rows, thinking_rows, write_metrics, write_result, write_rows
 from waiting import LIMIT
 
 from torchrl_llm import keys
@@ -308,6 +308,35 @@ def contrast(first: list[int], second: list[int]) -> float:
 
     low, high = sorted(map(luminance, (first, second)))
     return (high + 0.05) / (low + 0.05)
+
+
+def test_thinking_and_what_was_there_before_are_folded(driver, tmp_path):
+    rows, pieces = thinking_rows()
+    write_metrics(tmp_path)
+    write_result(tmp_path)
+    write_rows(tmp_path, rows, pieces=pieces)
+    driver.get("about:blank")
+    driver.get(f"{write_report(tmp_path).as_uri()}#episodes/0")
+    until(driver, "document.querySelectorAll('#view-episodes .detail .model').length === 3")
+    thoughts = driver.find_elements("css selector", "details.thinking")
+    assert [each.get_attribute("open") for each in thoughts] == [None] * 3
+    summaries = texts(driver, "details.thinking > summary")
+    left = ", which later turns do not see"
+    assert [left in each for each in summaries] == [True, True, False]
+    said = texts(driver, "details.thinking pre")
+    assert [each.replace("\u21b5", "").strip() for each in said] == [
+        f"<think>\nturn {turn}\n</think>" for turn in range(3)
+    ]
+    answers = texts(driver, "#view-episodes .model > pre")
+    assert [each.strip() for each in answers] == [f"{turn}<|im_end|>" for turn in range(3)]
+    assert [each.endswith("tokens from before") for each in texts(driver, "details.seen > summary")] == [True, True]
+    # Searched text is shown.
+    driver.execute_script(
+        "const box = document.querySelector('input[type=search]');"
+        "box.value = 'turn 1'; box.dispatchEvent(new Event('input'))"
+    )
+    until(driver, "document.querySelectorAll('details.thinking')[1]?.open")
+    assert driver.get_log("browser") == []
 
 
 def test_extras_of_environments_are_in_the_lanes_and_at_the_turns(opened):

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from recorded_runs import PAYLOADS, about, made_rows, write_metrics, write_result, write_rows
+from recorded_runs import PAYLOADS, about, made_rows, thinking_rows, write_metrics, write_result, write_rows
 
 from torchrl_llm import functional as F
 from torchrl_llm import keys
@@ -104,6 +104,27 @@ class TestNumbers:
         rows = made_rows(1, 2, 12)
         rows[keys.ATTENTION_MASK][0, 6], rows[keys.TURN_IDS][0, 6] = False, -1
         assert spans(read_recording(write_rows(tmp_path, rows)), 0) == [[-1, 3], [0, 3], [-2, 1], [-1, 2], [1, 3]]
+
+    def test_what_was_there_before_a_cut_is_told_from_what_is_new(self, tmp_path):
+        rows, pieces = thinking_rows()
+        recording = read_recording(write_rows(tmp_path, rows, pieces=pieces))
+        for row, tokens in enumerate(rows[keys.TOKENS].tolist()):
+            found, start = [], 0
+            for turn, length in spans(recording, row):
+                ids, start = tokens[start : start + length], start + length
+                found.append((turn, "".join(pieces[each] for each in ids)))
+            user, answered = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+            before = f"{user}Speak.{answered}"
+            expected = [(-1, before)]
+            for turn in range(3):
+                said = f"<think>\nturn {turn}\n</think>\n\n{turn}"
+                expected.append((turn, f"{said}<|im_end|>"))
+                feedback = f"\n{user}Message {turn + 1}.{answered}"
+                before = f"{before}{turn}<|im_end|>"
+                if turn < 2:
+                    expected += [(-2, pieces[0]), (-3, before), (-1, feedback)]
+                    before += feedback
+            assert found[: len(expected)] == expected
 
     @given(arrays(np.float64, st.integers(1, 50), elements=st.floats(-1e6, 1e6)), st.booleans())
     def test_bytes_are_near_the_numbers(self, values, signed):

@@ -255,10 +255,12 @@ def prefix_attention(
     # Tokens first, as they lie in memory: the tokens of a prefix are then gathered as whole rows.
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     heads, groups, dtype = key.shape[1], query.shape[1] // key.shape[1], _computed_in(query)
-    used, parts = 0, []
-    for index, (start, width, places) in enumerate(prefix_tree.plan.stages):
-        span = slice(used, used := used + len(places) * width)
-        q = query[span].to(dtype).view(len(places), width, heads, groups, -1)
+    stages, used, parts = prefix_tree.plan.stages, 0, []
+    # Split at once: the gradient of a slice is as large as the whole, for every stage.
+    queries = query.to(dtype).split([len(places) * width for _, width, places in stages])
+    for index, ((start, width, places), q) in enumerate(zip(stages, queries, strict=True)):
+        span = slice(used, used := used + len(q))
+        q = q.view(len(places), width, heads, groups, -1)
         if start == 0 and (sliding_window or width) >= width and _takes_groups(key, value, groups, dtype):
             parts.append(_causal_attention(q, key[span], value[span], scaling))
         else:

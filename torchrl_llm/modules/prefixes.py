@@ -2,7 +2,9 @@
 :func:`plan_prefixes`.
 
 The rows form a trie over token ids. It is cut at a few columns into stages; of each stage the
-distinct prefixes that reach beyond its first column are a rectangle of tokens. Only ids are read
+distinct prefixes that reach beyond its first column are a rectangle of tokens. Or, where that costs
+less, each row is a piece behind what it shares with another one, and pieces that begin in one
+column are a stage: a trunk that sheds a branch at every turn is not cut at each. Only ids are read
 here: :mod:`torchrl_llm.modules.prefix_attention` runs a model over the result, and
 :mod:`torchrl_llm.data.batching` chooses the rows that share a forward.
 """
@@ -44,7 +46,7 @@ class PrefixCost:
     key_size: float = 0.0
     max_length: float = float("inf")
 
-    def stages(self, nodes: Ints, start: Ints, end: int) -> Floats:
+    def stages(self, nodes: Ints, start: Ints, end: int | Ints) -> Floats:
         """The cost of a stage of so many ``nodes`` from column ``start`` to ``end``,
         elementwise."""
         # What starts at column 0 copies nothing, and its kernel skips what is behind each token.
@@ -113,6 +115,18 @@ class SortedRows(NamedTuple):
         order, tokens, ends, shared = (x[start:end] for x in self)
         return SortedRows(order, tokens, ends, np.append(shared[:-1], 0))
 
+    def leaves(self) -> tuple[SortedRows, Ints]:
+        """Those that are no prefix of the next one; and ``[B]`` the row of which each is a prefix,
+        or which it is."""
+        kept = np.append(self.shared[:-1] < self.ends[:-1], True)
+        leaves = SortedRows(*(x[kept] for x in self))
+        return leaves, leaves.order[np.cumsum(kept) - kept]
+
+    def reversed(self) -> SortedRows:
+        """The last row first."""
+        order, tokens, ends, shared = (x[::-1] for x in self)
+        return SortedRows(order, tokens, ends, np.append(shared[1:], 0))
+
 
 class Cuts(NamedTuple):
     """How sorted rows are cut into stages.
@@ -168,8 +182,38 @@ def choose_cuts(ends: Ints, shared: Ints, cost: PrefixCost) -> Cuts:
     return Cuts(columns[cuts], chosen, float(best[-1]), float(size.sum()))
 
 
+class Pieces(NamedTuple):
+    """Sorted rows, each cut where it leaves the one before it. Those that begin in one column are a
+    stage.
+
+    Attributes:
+        rows: none of them a prefix of another.
+        stage: ``[B]`` the stage of each.
+        columns: ``[S]`` the first column of each stage.
+        ends: ``[S]`` the end of its longest row.
+        cost, size: see :class:`Cuts`.
+    """
+
+    rows: SortedRows
+    stage: Ints
+    columns: Ints
+    ends: Ints
+    cost: float
+    size: float
+
+    @classmethod
+    def of(cls, rows: SortedRows, cost: PrefixCost) -> Pieces:
+        """Cut rows in this order."""
+        starts = np.append(0, rows.shared[:-1])
+        columns, stage, nodes = np.unique(starts, return_inverse=True, return_counts=True)
+        ends = np.zeros_like(columns)
+        np.maximum.at(ends, stage, rows.ends)
+        size = nodes * (ends - columns + np.where(columns > 0, ends, 0) * cost.key_size)
+        return cls(rows, stage, columns, ends, float(cost.stages(nodes, columns, ends).sum()), float(size.sum()))
+
+
 class Stage(NamedTuple):
-    """The distinct prefixes that reach beyond a column, from there to the next cut.
+    """Distinct prefixes that reach beyond a column, from there on.
 
     Attributes:
         start: its first column.
@@ -188,7 +232,7 @@ class PrefixPlan(NamedTuple):
     Attributes:
         tokens: ``[T]`` ids, stage by stage, prefix by prefix.
         positions: ``[T]`` the column of each.
-        stages: in the order of their columns.
+        stages: in the order of their first columns.
         places: ``[B, L]`` where in ``tokens`` the tokens of each row are; 0 behind a row's end.
     """
 
@@ -219,8 +263,17 @@ def plan_prefixes(tokens: Ints, ends: Ints, cost: PrefixCost) -> PrefixPlan | No
         return None
     rows = SortedRows.of(tokens, ends)
     cuts = choose_cuts(rows.ends, rows.shared, cost)
-    if cuts.cost >= cost.rows(len(ends), int(cuts.columns[-1])):
+    leaves, leaf = rows.leaves()
+    pieces = min((Pieces.of(each, cost) for each in (leaves, leaves.reversed())), key=lambda each: each.cost)
+    if min(cuts.cost, pieces.cost) >= cost.rows(len(ends), int(cuts.columns[-1])):
         return None
+    # The bound of a forward holds for the size of cuts.
+    if pieces.cost < cuts.cost and pieces.size <= cuts.size:
+        plan = _lay_out_pieces(pieces)
+        places = np.zeros_like(rows.tokens)
+        places[pieces.rows.order] = plan.places
+        places[rows.order] = places[leaf]
+        return plan._replace(places=places)
     return _lay_out(rows, cuts)
 
 
@@ -238,10 +291,33 @@ def _lay_out(rows: SortedRows, cuts: Cuts) -> PrefixPlan:
         # Any id will do as padding: what is computed there is never read.
         parts.append((rows.tokens[heads, start:end].clip(0), np.broadcast_to(np.arange(start, end), index.shape)))
         used += index.size
-    ids, positions = (np.concatenate([part[i].ravel() for part in parts]) for i in (0, 1))
     back = np.empty_like(rows.order)
     back[rows.order] = np.arange(len(back))
-    return PrefixPlan(ids, positions, tuple(stages), places[back])
+    return PrefixPlan(*_joined(parts), tuple(stages), places[back])
+
+
+def _lay_out_pieces(pieces: Pieces) -> PrefixPlan:
+    """The plan of rows in the order of the pieces."""
+    places, parts, stages, used = np.zeros_like(pieces.rows.tokens), [], [], 0
+    members = [np.flatnonzero(pieces.stage == stage) for stage in range(len(pieces.columns))]
+    spans = [*zip(pieces.columns.tolist(), pieces.ends.tolist(), members, strict=True)]
+    for start, end, heads in spans:
+        index = used + np.arange(len(heads) * (end - start)).reshape(len(heads), -1)
+        places[heads, start:end] = index
+        parts.append(
+            (pieces.rows.tokens[heads, start:end].clip(0), np.broadcast_to(np.arange(start, end), index.shape))
+        )
+        used += index.size
+    for i, start in enumerate(pieces.columns[pieces.stage].tolist()):
+        places[i, :start] = places[i - 1, :start]
+    stages = [Stage(start, end - start, places[heads, :end]) for start, end, heads in spans]
+    return PrefixPlan(*_joined(parts), tuple(stages), places)
+
+
+def _joined(parts: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+    """Ids and positions of all stages."""
+    ids, positions = (np.concatenate([part[i].ravel() for part in parts]) for i in (0, 1))
+    return ids, positions
 
 
 def forward_bound(max_tokens: int, longest: int) -> int:

@@ -222,18 +222,33 @@ function tokens(span, group, values, query) {
   return place;
 }
 
+function folded(kind, label, span, inside, query) {
+  const open = Boolean(query) && span.texts.join("").toLowerCase().includes(query);
+  return el("details", { class: kind, open }, el("summary", {}, label), inside);
+}
+
+// A response; the thinking with which it begins is folded, and grey if the next context lacks it.
+function response(span, next, episode, values, query) {
+  const count = episode.extras.thinking_length?.[span.turn] || 0;
+  const thinking = { ...span, texts: span.texts.slice(0, count) }, answer = { ...span, start: span.start + count, texts: span.texts.slice(count) };
+  const left = next && !next.texts.join("").includes(thinking.texts.join("").trim());
+  const label = `thinking, ${count} tokens${left ? ", which later turns do not see" : ""}`;
+  return [count ? folded(left ? "thinking left" : "thinking", label, thinking, tokens(thinking, episode.group, values, query), query) : null, tokens(answer, episode.group, values, query)];
+}
+
 async function conversation(episode) {
   const { values } = await block(episode.group);
-  const query = state.query.toLowerCase();
-  const parts = (await spansOf(episode)).map((span) => {
-    if (span.turn === -2) return el("div", { class: "cut" }, "Earlier turns leave the context; the model sees from here on:");
+  const query = state.query.toLowerCase(), spans = await spansOf(episode);
+  const parts = spans.map((span, i) => {
+    if (span.turn === -3) return folded("env seen", `${span.texts.length} tokens from before`, span, el("pre", { dir: "auto" }, span.texts.join("")), query);
+    if (span.turn === -2) return el("div", { class: "cut" }, "Parts of earlier turns leave the context; the model sees from here on:");
     if (span.turn < 0) return el("div", { class: "env" }, el("div", { class: "who" }, "environment"), el("pre", { dir: "auto" }, span.texts.join("").replace(/^\n+/, "")));
     const facts = [`${span.texts.length} tokens`, `reward ${number(episode.lanes.reward[span.turn])}`];
     if (episode.lanes.advantage) facts.push(`advantage ${number(episode.lanes.advantage[span.turn])}`);
     for (const [name, lane] of Object.entries(extras(episode))) if (lane[span.turn] !== null) facts.push(`${name} ${shown(lane[span.turn])}`);
     return el("div", { class: "model" },
       el("div", { class: "who" }, el("b", {}, `model, turn ${span.turn + 1}`), ...facts.map((fact) => el("span", {}, fact))),
-      tokens(span, episode.group, values, query));
+      ...response(span, spans.slice(i).find((each) => each.turn === -3), episode, values, query));
   });
   return el("div", { class: "text" }, ...parts);
 }
@@ -349,6 +364,7 @@ async function trie(group) {
     at.episodes.push(episode);
     for (const span of await spansOf(episode)) {
       const text = span.texts.join("");
+      if (span.turn === -3) continue;
       if (span.turn < 0) { heard += text; continue; }
       if (node === null) at.text ||= heard;
       else at = hear(node, heard, episode);

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from torchrl_llm.keys import StopReason
 from torchrl_llm.runs.outputs import NEXT_SEGMENT, fenced, outcome
 from torchrl_llm.runs.pieces import join_pieces
-from torchrl_llm.runs.recorded_groups import CUT, groups_of, spans
+from torchrl_llm.runs.recorded_groups import CUT, SEEN, groups_of, spans
 from torchrl_llm.runs.recording import Recording
 from torchrl_llm.utils.terminal import visible
 
@@ -83,6 +83,8 @@ def _messages(recording: Recording, row: int) -> Iterator[Message]:
         ids, start = tokens[start : start + length], start + length
         if turn == CUT:
             yield Message("user", NEXT_SEGMENT)
+        elif turn == SEEN:
+            yield Message("user", f"[{length} tokens from before]\n")
         else:
             text = "".join(join_pieces([recording.pieces[each] for each in ids]))
             yield Message("assistant" if turn >= 0 else "user", visible(text))
