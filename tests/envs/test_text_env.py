@@ -9,7 +9,8 @@ import torch
 
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import GEMEnv, TextStep
-from torchrl_llm.envs.text_env import read_reset, reset_env, takes_seed
+from torchrl_llm.envs.env_reset import reset_env, takes_seed
+from torchrl_llm.envs.text_env import read_reset
 from torchrl_llm.testing.environments import Dice, StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 
