@@ -43,7 +43,7 @@ from torchrl_llm.envs.text_env import (
 )
 from torchrl_llm.envs.tool_calls import BadCall, ToolCall
 from torchrl_llm.envs.tool_env import ToolEnv, with_tools
-from torchrl_llm.envs.tools import ToolError
+from torchrl_llm.envs.tools import ToolError, ToolService, ToolSet
 from torchrl_llm.rendering import ChatTemplateError, MissingChatTemplateError
 
 __all__ = [
@@ -99,6 +99,8 @@ __all__ = [
     "ToolCall",
     "ToolEnv",
     "ToolError",
+    "ToolService",
+    "ToolSet",
     "UnknownEnvironmentError",
     "WantedColumns",
     "compose_message",

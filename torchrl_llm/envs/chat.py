@@ -166,7 +166,7 @@ class ChatFormatter(Checked):
             (default), or close the thought before it (``"empty"``).
         template_date: the day, such as ``"2026-11-25"``, that a template which shows today's date
             shows; default: the day on which the formatter is made.
-        tools: what the template shows as the tools, see :data:`~torchrl_llm.envs.tools.Tool`; the
+        tools: what the template shows as the tools, see :class:`~torchrl_llm.envs.ToolEnv`; the
             calls in a response are read then (:attr:`Response.calls`). Default: none.
 
     Attributes:

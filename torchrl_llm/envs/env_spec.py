@@ -32,7 +32,7 @@ class EnvSpec:
         single_turn: whether every episode ends with its first response, whatever that is; ``None``:
             it is not known. Of a class that is given as a factory, its own attribute
             ``single_turn``.
-        tools: that the chat template shows, see :data:`~torchrl_llm.envs.tools.Tool`; default none.
+        tools: that the chat template shows, see :class:`~torchrl_llm.envs.ToolEnv`; default none.
             Of a class that is given as a factory, its own attribute ``tools``.
 
     Raises:

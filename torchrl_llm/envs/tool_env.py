@@ -43,7 +43,7 @@ class ToolEnv:
 
     What the policy does wrong is answered by a text that says so, and counted (the metric
     ``data/tool_faults``): a call that is malformed, of no tool, with wrong arguments or beyond
-    ``max_calls``, and one that the tool refuses by a :class:`~torchrl_llm.envs.tools.ToolError`.
+    ``max_calls``, and one that the tool refuses by a :class:`~torchrl_llm.envs.ToolError`.
     Any other exception of a tool is a fault of the environment.
 
     Calls are read by the formatter, which has to know the tools: :func:`with_tools` sees to it. The
@@ -51,7 +51,7 @@ class ToolEnv:
 
     Args:
         env: the environment.
-        tools: functions, objects with tools (:class:`~torchrl_llm.envs.tools.ToolSet`), or
+        tools: functions, objects with tools (:class:`~torchrl_llm.envs.ToolSet`), or
             TorchRL's ``ToolService``.
         max_calls: the most calls in an episode. Default: any number.
         parser: reads the calls in an answer, such as TorchRL's ``XMLBlockParser``
