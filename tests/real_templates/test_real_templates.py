@@ -164,7 +164,9 @@ class TestTemplates:
         answer ends once."""
         found = outcome(index, "append")
         if isinstance(found, ChatTemplateError):
-            assert property_of(found) in ("several messages an answer (harmony)", "needs variables"), found
+            # harmony's: what the model wrote last is no part of the conversation
+            cannot = "several messages an answer (harmony)", "needs variables", "ends only its last answer by a token"
+            assert property_of(found) in cannot, found
             assert "contexts=" not in str(found)
             return
         tokenizer, render = found.tokenizer, Renderer(found.tokenizer, chat_template_kwargs=found.chat_template_kwargs)
