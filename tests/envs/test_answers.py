@@ -93,7 +93,7 @@ class TestAnswers:
     @pytest.mark.parametrize("given", [THOUGHT, "<think>Easy.</think>  4", "4", " 4\n"])
     def test_the_context_is_the_templates_own_text(self, name, given):
         """Where the template keeps answers, it renders the conversation as we do, to the letter."""
-        formatter = formatter_of(name, contexts="auto", missing_thinking="empty")
+        formatter = formatter_of(name, contexts="template", missing_thinking="empty")
         if name == "closed" and "think" in given:
             with pytest.raises(MissingThinkingError, match="thinks, and its prompt ends with the empty thought"):
                 context_of(formatter, given)
@@ -109,10 +109,10 @@ class TestAnswers:
         """A sampled answer whose prompt had opened its thought, behind a prompt that has closed
         it."""
         with pytest.raises(MissingThinkingError, match="thinks, and its prompt ends with the empty thought"):
-            context_of(formatter_of("closed", contexts="auto"), "Easy.\n</think>\n\n4")
+            context_of(formatter_of("closed", contexts="template"), "Easy.\n</think>\n\n4")
 
     def test_a_field_of_the_message_gets_the_thought(self):
-        formatter = formatter_of("in a field", contexts="auto")
+        formatter = formatter_of("in a field", contexts="template")
         messages = [*ASKED[:1], {"role": "assistant", "content": "4", "reasoning_content": "Easy."}]
         own = formatter.tokenizer.apply_chat_template(messages, tokenize=False)
         assert context_of(formatter, "<think>Easy.</think>4") + "\n" == own

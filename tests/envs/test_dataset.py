@@ -369,7 +369,7 @@ class TestOptions:
             "num_envs": 4, "max_model_len": 99, "max_output_tokens": 9, "max_turns": 1, "overflow": "truncate", "context_rule": None,
             "group_size": 2, "weights": None, "max_faults": 5, "num_threads": 3, "step_timeout": 7.0, "system_prompt": "S",
             "template": "raw", "contexts": "append", "chat_template_kwargs": {"a": 1}, "missing_thinking": "empty", "success_reward": 0.5,
-            "template_date": "2024-02-29",
+            "template_date": "2024-02-29", "tools": (),
             "success_by": None, "on_done": "idle", "stream": "test", "seed": 8, "worker": 1, "num_workers": 2,
             "device": "cpu", "tokenizer": tokenizer,
         }  # fmt: skip

@@ -211,7 +211,7 @@ class TestThinking:
         template = CHATML.replace("message", "m").replace("ms", "messages").replace("{{ m['content'] }}", said)
         ChatFormatter(byte_tokenizer(chat_template="{{ 'System: ' ~ '\n\n# Tools\n' }}" + template))
 
-    @pytest.mark.parametrize("contexts", ["auto", "append"])
+    @pytest.mark.parametrize("contexts", ["template", "append"])
     @pytest.mark.parametrize(
         "pair", [("[think]", "[/think]"), ("◁think▷", "◁/think▷"), ("<thought>", "</thought>"), ("<plan>", "</plan>")]
     )
@@ -222,7 +222,7 @@ class TestThinking:
         formatter = ChatFormatter(byte_tokenizer(chat_template=template), contexts=contexts)
         assert (formatter.properties.thinks, type(formatter.rule)) == (
             pair,
-            {"auto": AsTemplate, "append": Append}[contexts],
+            {"template": AsTemplate, "append": Append}[contexts],
         )
         assert formatter.decode(formatter.tokenizer.encode("hm".join(pair) + "\n4")).text == "4"
 
@@ -259,7 +259,7 @@ class TestThinking:
         rewrites = ChatFormatter(tokenizer, chat_template_kwargs={"brief": True}).properties.rewrites
         assert "which its generation prompt writes, out of earlier answers" in rewrites
 
-    @pytest.mark.parametrize("contexts", ["auto", "append"])
+    @pytest.mark.parametrize("contexts", ["template", "append"])
     @pytest.mark.parametrize("shows_thinking", [False, True])
     def test_an_answer_of_several_messages_is_refused_in_one_sentence(self, contexts, shows_thinking):
         thought = "{% if m.thinking %}<|begin|>assistant<|think|>{{ m.thinking }}<|end|>{% endif %}" * shows_thinking

@@ -59,7 +59,7 @@ class Style:
     rstrip: bool = False
     adds_bos: bool = False
     trims: bool = False
-    contexts: Contexts = "auto"
+    contexts: Contexts = "template"
 
 
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -227,7 +227,7 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 def make_env(
-    tokenizer: PreTrainedTokenizerFast, contexts: Contexts = "auto", env=Heckler, num_envs: int = 16, **kwargs
+    tokenizer: PreTrainedTokenizerFast, contexts: Contexts = "template", env=Heckler, num_envs: int = 16, **kwargs
 ) -> GEMEnv:
     kwargs = {"max_model_len": WIDTH, "max_output_tokens": RESPONSE, "max_faults": 0} | kwargs
     return GEMEnv(env, tokenizer=tokenizer, num_envs=num_envs, contexts=contexts, **kwargs)

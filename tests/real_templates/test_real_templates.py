@@ -152,7 +152,7 @@ def check(formatter: ChatFormatter) -> None:
 @pytest.mark.parametrize("index", range(len(FOUND)), ids=[f"{t.package}-{t}" for t in FOUND])
 class TestTemplates:
     def test_it_is_followed_or_refused_by_name(self, index):
-        found = outcome(index, "auto")
+        found = outcome(index, "template")
         if isinstance(found, ChatFormatter):
             check(found)
         else:
@@ -180,9 +180,9 @@ class TestTemplates:
         assert whole.endswith(end + tokenizer.decode(feedback)), (whole, tokenizer.decode(feedback))
 
     def test_a_real_vocabulary_is_no_different(self, index):
-        template, expected = FOUND[index], outcome(index, "auto")
+        template, expected = FOUND[index], outcome(index, "template")
         for tokenizer in real_tokenizers(template):
-            found = made(template, tokenizer, "auto")
+            found = made(template, tokenizer, "template")
             assert type(found) is type(expected)
             if isinstance(found, ChatFormatter):
                 check(found)
@@ -215,9 +215,9 @@ def shows_calls(render: Renderer) -> bool:
 def test_no_way_out_by_refusing():
     by_name = {str(template): i for i, template in enumerate(FOUND) if template.package == "trl"}
     refused = {
-        name: str(outcome(by_name[name], "auto"))
+        name: str(outcome(by_name[name], "template"))
         for name in ACCEPTED.split()
-        if not isinstance(outcome(by_name[name], "auto"), ChatFormatter)
+        if not isinstance(outcome(by_name[name], "template"), ChatFormatter)
     }
     assert not refused
 
@@ -226,7 +226,7 @@ def test_no_way_out_by_refusing():
 
 
 def row(index: int) -> str:
-    template, strict, kept = FOUND[index], outcome(index, "auto"), outcome(index, "append")
+    template, strict, kept = FOUND[index], outcome(index, "template"), outcome(index, "append")
     if isinstance(strict, ChatTemplateError):
         told = f"refused: {property_of(strict)}"
     elif strict.properties.rewrites is None:

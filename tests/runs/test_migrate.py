@@ -204,7 +204,7 @@ def test_a_folder_does_not_have_its_estimator_imported():
     assert (saved["estimator"], saved["scale"], "gamma" in saved) == ("strange_module:Estimator", "none", False)
 
 
-@pytest.mark.parametrize(("history", "contexts"), [("append", "append"), ("refuse", "auto")])
+@pytest.mark.parametrize(("history", "contexts"), [("append", "append"), ("refuse", "template")])
 def test_what_became_of_history(tmp_path, history, contexts):
     """What 0.2 refused is followed now."""
     file = tmp_path / "old.yaml"

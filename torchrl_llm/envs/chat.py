@@ -157,8 +157,8 @@ class ChatFormatter(Checked):
         template: ``"chat"`` (default) renders with the tokenizer's chat template; ``"raw"`` joins
             messages with newlines, for base models without a template (its context starts with the
             BOS token if the tokenizer adds one).
-        contexts: how earlier answers look to later turns: ``"auto"`` (default) and ``"template"``
-            as the template shows them, ``"append"`` as they were.
+        contexts: how earlier answers look to later turns: as the template shows them
+            (``"template"``, default), or as they were (``"append"``).
         system_prompt: text of the system message; ``None`` leaves it to the template.
         chat_template_kwargs: passed on to the template, such as ``{"enable_thinking": False}``.
         missing_thinking: what to do with an answer that nobody sampled (:meth:`answer`) and that
@@ -214,18 +214,18 @@ class ChatFormatter(Checked):
         tokenizer: PreTrainedTokenizerBase,
         *,
         template: Template = "chat",
-        contexts: Contexts = "auto",
+        contexts: Contexts = "template",
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         missing_thinking: MissingThinking = "refuse",
         template_date: str | None = None,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[Tool] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.contexts = contexts
         self.system_prompt = system_prompt
-        self.tools = tool_schemas(tools)
+        self.tools = tool_schemas(tools or ())
         self.chat_template_kwargs = _with_tools(chat_template_kwargs or {}, self.tools)
         self.missing_thinking = missing_thinking
         added = control_tokens(tokenizer)

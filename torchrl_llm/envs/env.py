@@ -218,7 +218,7 @@ class GEMEnv(Checked, EnvBase):
         step_timeout: Positive | None = None,
         system_prompt: str | None = None,
         template: Template = "chat",
-        contexts: Contexts = "auto",
+        contexts: Contexts = "template",
         chat_template_kwargs: dict[str, Any] | None = None,
         missing_thinking: MissingThinking = "refuse",
         template_date: str | None = None,

@@ -32,10 +32,9 @@ from torchrl_llm.envs.template_properties import Frame, TemplateProperties
 from torchrl_llm.rendering import ChatTemplateError, Message, Renderer, text_constants
 from torchrl_llm.stops import answer_end, token_pattern
 
-Contexts = Literal["auto", "append", "template"]
-"""How earlier turns look to later ones: as the template shows them, or as they were ("append");
-"auto" is "template" where the template can be followed, and where it only appends both are the
-same."""
+Contexts = Literal["template", "append"]
+"""How earlier turns look to later ones: as the template shows them, or as they were ("append").
+Where it only appends both are the same."""
 
 # the fewest with two messages between the first and the last, which must be rendered alike
 _TURNS = 4

@@ -105,7 +105,7 @@ def settings_of_now(saved: Mapping[str, Any]) -> dict[str, Any]:
 def _left_out(values: Mapping[str, Any]) -> set[str]:
     """What had no effect in settings of 0.2: options of other algorithms, ``None`` for a default of
     the algorithm, and defaults of other policies and collectors."""
-    # What history="refuse" refused, contexts="auto" follows.
+    # What history="refuse" refused, contexts="template" follows.
     found = {"contexts"} if values.get("contexts") == "refuse" else set()
     for section, kind in alternatives_of(RunSettings, values).items():
         options, harmless = settings_in(RunSettings, section), harmless_in(RunSettings, section)

@@ -178,9 +178,9 @@ class ChatSettings(Checked):
     chat_template: str | None = None
     """The chat template, in place of the tokenizer's: a file (.jinja), or its text, which is what
     checkpoints and exports keep."""
-    contexts: Literal["auto", "append", "template"] = "auto"
-    """How earlier answers look to later turns: as the chat template shows them ("auto" and
-    "template"; most drop the thinking of earlier turns), or as they were sampled ("append")."""
+    contexts: Literal["template", "append"] = "template"
+    """How earlier answers look to later turns: as the chat template shows them ("template"; most
+    drop the thinking of earlier turns), or as they were sampled ("append")."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the chat template, such as enable_thinking."""
     missing_thinking: Literal["refuse", "empty"] = "refuse"
