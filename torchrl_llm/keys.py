@@ -209,6 +209,9 @@ THINKING_COLUMNS = (
 )
 """What is counted of each response, where the chat template knows thinking."""
 
+EMPTY_TEXT = -5426141060434712860
+"""What stands for an empty text among the extras, :func:`torchrl_llm.envs.text_key` of it."""
+
 TOOL_CALLS, TOOL_FAULTS = extra("tool_calls"), extra("tool_faults")
 TOOL_COLUMNS = (TurnColumn(TOOL_CALLS, float, "calls of tools in the response, malformed ones too"),)
 """What is counted of each response, where the environment has tools; of the faults among the calls

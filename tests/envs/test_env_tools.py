@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from enum import Enum
 from typing import ClassVar
 
 import pytest
@@ -14,12 +15,16 @@ from torchrl.envs.llm.transforms.tools import XMLBlockParser
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
-from torchrl_llm.envs import CHATML, ChatFormatter, EnvironmentFault, GEMEnv, Response
+from torchrl_llm.envs import CHATML, ChatFormatter, EnvironmentFault, GEMEnv, Response, text_key
 from torchrl_llm.envs.env_spec import EnvSpec
+from torchrl_llm.envs.text_env import TextStep
+from torchrl_llm.envs.tool_arguments import check_arguments
 from torchrl_llm.envs.tool_calls import BadCall, ToolCall
 from torchrl_llm.envs.tool_env import ToolEnv, with_tools
 from torchrl_llm.envs.tools import ToolError, tool_schemas
 from torchrl_llm.metrics.rollouts import rollout_metrics
+from torchrl_llm.objectives import GroupRelative
+from torchrl_llm.runs.identity import names_of_parts
 from torchrl_llm.testing.environments import Echo, StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -300,6 +305,109 @@ class TestToolEnv:
         assert (math.isnan(info["regret"]), info["state"]) == (True, "")
         assert env.extras == {"regret": float, "state": str, "tool_faults": float}
 
+    @pytest.mark.parametrize(
+        ("schema", "value"),
+        [
+            ({"enum": ["c", "f"]}, "k"),
+            ({"const": 1}, 2),
+            ({"type": "array", "items": {"type": "integer"}}, [1, "x"]),
+            ({"anyOf": [{"type": "string"}, {"type": "null"}]}, 7),
+            ({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}, {}),
+            ({"type": ["string", "null"]}, 7),
+        ],
+    )
+    def test_arguments_are_those_of_the_schema(self, schema, value):
+        parameters = {"properties": {"x": schema}}
+        with pytest.raises(ToolError, match="The argument 'x' is"):
+            check_arguments(parameters, {"x": value})
+        fitting = {"c": "c", 1: 1}.get(schema.get("enum", [None])[0], schema.get("const"))
+        if fitting is not None:
+            check_arguments(parameters, {"x": fitting})
+
+    def test_other_arguments_where_the_schema_allows_them(self):
+        check_arguments({}, {"x": 1})
+        check_arguments({"properties": {}, "additionalProperties": True}, {"x": 1})
+        with pytest.raises(ToolError, match="There is no argument 'x'; expected none"):
+            check_arguments({"properties": {}}, {"x": 1})
+
+    @pytest.mark.parametrize("result", [object(), [object()], (i for i in ())])
+    def test_no_address_is_shown(self, result):
+        """It would be another one when the episode is replayed."""
+
+        def give():
+            """Give something."""
+            return result
+
+        with pytest.raises(TypeError, match="expected text, or what JSON has"):
+            ToolEnv(StopOrGo(), [give]).step(said(ToolCall("give", {})))
+
+    def test_what_calls_cannot_give_is_refused(self):
+        async def wait() -> str:
+            """Wait."""
+            return ""
+
+        def by_place(a: int, /) -> int:
+            """Take a.
+
+            Args:
+                a: any.
+            """
+            return a
+
+        def by_member(unit: Unit) -> str:
+            """Take a unit.
+
+            Args:
+                unit: any.
+            """
+            return unit.value
+
+        by_member.__annotations__["unit"] = Unit
+        for tool, reason in [(wait, "ordinary function"), (by_place, "by position"), (by_member, "as an Enum")]:
+            with pytest.raises(ConfigError, match=reason):
+                ToolEnv(StopOrGo(), [tool])
+        with pytest.raises(ConfigError, match="a function without arguments"):
+            with_tools(StopOrGo, add)
+
+    def test_a_state_begins_with_the_episode(self):
+        made = []
+
+        def tools():
+            made.append(Notes())
+            return made[-1:]
+
+        env = ToolEnv(StopOrGo(), tools)
+        for _ in range(2):
+            env.reset(seed=0)
+            assert env.step(said(ToolCall("note", {"text": "x"})))[0] == "1 notes"
+        assert len(made) == 3
+
+        class Reset(Notes):
+            def reset(self):
+                self.notes.clear()
+
+        kept = Reset()
+        env = ToolEnv(StopOrGo(), lambda: [kept])
+        for _ in range(2):
+            env.reset(seed=0)
+            assert env.step(said(ToolCall("note", {"text": "x"})))[0] == "1 notes"
+
+    def test_they_are_thread_safe_if_all_are(self):
+        class Safe(StopOrGo):
+            thread_safe = True
+
+        def safe() -> str:
+            """Say it."""
+            return "safe"
+
+        assert not ToolEnv(Safe(), [safe]).thread_safe
+        safe.thread_safe = True
+        assert ToolEnv(Safe(), [safe]).thread_safe
+
+
+class Unit(Enum):
+    CELSIUS = "c"
+
 
 class WithExtras(StopOrGo):
     extras: ClassVar = {"regret": float, "state": str}
@@ -348,6 +456,50 @@ class TestWithTools:
         first.step(said(ToolCall("note", {"text": "x"})))
         assert [len(each.notes) for each in made] == [0, 1, 0]
         assert second.extras == spec.extras
+
+    def test_tools_are_given_once(self):
+        with pytest.raises(ConfigError, match="has tools already"):
+            with_tools(with_tools(StopOrGo, [add]), [look])
+
+    def test_extras_that_only_the_spec_declares_are_blank_too(self):
+        class Regrets(StopOrGo):
+            def step(self, action):
+                *step, info = super().step(action)
+                return (*step, {**info, "regret": 1.0})
+
+        spec = with_tools(EnvSpec("e", Regrets, extras={"regret": float}), [add])
+        *_, info = spec.make().step(said(ToolCall("add", {"a": 1, "b": 2})))
+        assert math.isnan(info["regret"])
+
+    def test_a_resumed_run_knows_the_environment_and_the_tools(self):
+        names = [
+            names_of_parts(env=with_tools(env, tools))["env"]
+            for env, tools in [(StopOrGo, [add]), (StopOrGo, [look]), (EnvSpec("StopOrGo", Echo), [add])]
+        ]
+        assert len({*names}) == 3
+        assert names[0] == "StopOrGo (torchrl_llm.testing.environments:StopOrGo with add)"
+
+    @pytest.mark.parametrize("option", ["state", "potential"])
+    def test_credit_by_a_state_that_turns_of_calls_do_not_have_is_refused(self, tokenizer, option):
+        class Stated(StopOrGo):
+            extras: ClassVar = {"state": str, "phi": float}
+
+            def step(self, action):
+                *step, _ = super().step(action)
+                return (*step, {"state": "s", "phi": -5.0})
+
+        _, rows = self.collected(tokenizer, [ADD, "stop"], env=Stated)
+        assert text_key("") == keys.EMPTY_TEXT
+        unbiased = {"baseline": "leave_one_out", "scale": "none"}
+        how = {"credit": "state", "state": "state"} if option == "state" else {"credit": "turn", "potential": "phi"}
+        rows[keys.GROUP_ID] = rows[keys.EPISODE_ID]
+        with pytest.raises(ValueError, match=f"{option} names '.*', which turns that call tools do not have"):
+            GroupRelative(**unbiased, **how)(rows)
+
+    def test_what_others_call_tool_results_is_theirs(self):
+        for given in ("found 3 pages", {"x": "y"}, ["a", "b"], 5, ["a", None]):
+            step = TextStep.read(("text", 0.0, False, False, {"use_tool": True, "tool_results": given, "suffix": "2."}))
+            assert (step.message, step.results) == ("text\n2.", ())
 
     def test_gems_environments_keep_their_tasks(self, tokenizer):
         game = "game:GuessTheNumber-v0-easy"

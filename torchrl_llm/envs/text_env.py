@@ -75,8 +75,8 @@ class TextStep(NamedTuple):
         terminated, truncated: whether the episode ends here, and how.
         success: ``info["success"]``; ``None``: not given.
         extras: the declared ones of ``info``.
-        results: ``info["tool_results"]``: the parts of the message, if it is the output of several
-            tools.
+        results: ``info["tool_results"]``, if they are the lines of the message: the output of
+            several tools.
     """
 
     message: str
@@ -122,9 +122,10 @@ class TextStep(NamedTuple):
         role: Role = "tool" if tool else "user"
         said = None if success is None else bool(success)
         extras = Extras.read(info, kinds) if kinds else NO_EXTRAS
-        message, results = compose_message(text, info), tuple(info.get("tool_results") or ())
-        if not all(isinstance(each, str) for each in results):
-            raise TypeError(f"step() returned the info['tool_results'] {results!r:.80}; expected a list of texts")
+        message, parts = compose_message(text, info), info.get("tool_results")
+        # Others may use the name for something else.
+        results = tuple(each for each in parts if isinstance(each, str)) if isinstance(parts, list | tuple) else ()
+        results = results if "\n".join(results) == message else ()
         return cls(message, role, float(reward), bool(terminated), bool(truncated), said, extras, results)
 
     def with_extras(self, values: Mapping[str, float]) -> TextStep:

@@ -30,8 +30,8 @@ _NAME = r"(?P<name>[\w.\-]+)(?![\w.\-])"
 _KEY = "\ue000"  # stands for the name of an argument
 _DEEPEST = 64  # brackets within each other; parsers of JSON end at some hundreds
 _PYTHON = {"True": True, "False": False, "None": None}  # some templates write values as Python does
-Types = Mapping[tuple[str, str], Any]
-"""The declared type of a tool's parameter."""
+Types = Mapping[tuple[str, str], frozenset[str]]
+"""The declared types of a tool's parameter."""
 
 
 class MalformedError(ValueError):
@@ -181,13 +181,21 @@ class _JsonCalls:
             value, end = _read_json(text, following.end())
             values.append(value)
         calls = [call for each in values for call in (each if isinstance(each, list) else [each])]
+        if not calls:
+            raise MalformedError("There is no call in the list.")
         return [self._call(call) for call in calls], _closed(self._close, text, end)
 
     def _call(self, call: Any) -> tuple[str, Any]:
         if self._name is None and isinstance(call, dict) and len(call) == 1:
             return _checked(*next(iter(call.items())))
         path = self._arguments or ("arguments",)
-        arguments = _at(call, path)
+        arguments, around = _at(call, path), _at(call, path[:-1])
+        if (
+            arguments is None
+            and isinstance(around, dict)
+            and {*around} - {*(self._name or ("name",)), path[-1], "id", "type"}
+        ):
+            raise MalformedError(f"The call has no {path[-1]!r}.")
         return _checked(_at(call, self._name or ("name",)), {} if arguments is None else arguments)
 
 
@@ -301,7 +309,9 @@ class _Tags:
             raise MalformedError("The call does not begin as calls do, with a name.")
         name, end, arguments = opened["name"], opened.end(), {}
         while found := self._argument.match(text, end):
-            is_text = found["text"] is not None if self._typed else types.get((name, found["key"])) == "string"
+            kinds = types.get((name, found["key"]), frozenset())
+            is_text = found["text"] is not None if self._typed else "string" in kinds and kinds <= {"string", "null"}
+            is_text = is_text and not ("null" in kinds and found["value"].strip() in ("null", "None"))
             arguments[found["key"]] = found["value"] if is_text else _value(found["value"])
             end = found.end()
         return [_checked(name, arguments)], _closed(self._close, text, end)
@@ -365,12 +375,21 @@ class _PythonCalls:
         if opened is None or closed is None:
             raise MalformedError("The call is not closed as calls are.")
         try:
-            # Templates write line breaks in strings as they are.
-            written = text[opened.end() : closed.start()].strip().replace("\n", "\\n")
-            tree = ast.parse(written, mode="eval").body
+            tree = _parsed(text[opened.end() : closed.start()].strip())
             return [_of_expression(call) for call in getattr(tree, "elts", [tree])], closed.end()
-        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError) as error:
-            raise MalformedError(f"This is not a list of calls, [name(key=value), ...] ({error}).") from None
+        except SyntaxError as error:
+            reason = error.msg
+        except (ValueError, RecursionError, MemoryError, TypeError):
+            # Python's own words name places in memory, which are others in a replay.
+            reason = "values are strings, numbers, True, False, None, lists and dictionaries, by name"
+        raise MalformedError(f"This is not a list of calls, [name(key=value), ...]: {reason}.")
+
+
+def _parsed(written: str) -> ast.expr:
+    try:
+        return ast.parse(written, mode="eval").body
+    except SyntaxError:  # templates write line breaks in strings as they are
+        return ast.parse(written.replace("\n", "\\n"), mode="eval").body
 
 
 def _of_expression(call: ast.expr) -> tuple[str, Any]:

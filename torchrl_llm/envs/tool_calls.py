@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torchrl_llm.envs.tool_arguments import kinds_of
 from torchrl_llm.envs.tool_call_kinds import (
     ARGUMENTS,
     ID,
@@ -202,10 +203,9 @@ def find_call_form(render: Renderer) -> CallForm | None:
 def _types(tools: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
     functions = [tool.get("function", tool) for tool in tools]
     return {
-        (function["name"], name): schema.get("type")
+        (function["name"], name): kinds_of(schema)
         for function in functions
-        for name, schema in (function.get("parameters") or {}).get("properties", {}).items()
-        if isinstance(schema, Mapping)
+        for name, schema in ((function.get("parameters") or {}).get("properties") or {}).items()
     }
 
 

@@ -5,33 +5,26 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torchrl_llm import keys
+from torchrl_llm.envs.columns import ExtraKinds
 from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.registry import EnvSource, resolve_env
+from torchrl_llm.envs.tool_arguments import check_arguments
 from torchrl_llm.envs.tool_calls import BadCall, ToolCall
-from torchrl_llm.envs.tools import Schema, Tool, ToolError, ToolService, ToolSet, tool_schemas
+from torchrl_llm.envs.tools import Tool, ToolError, ToolService, ToolSet, tool_schemas
 from torchrl_llm.utils.options import ConfigError
 
-FAULTS = keys.TOOL_FAULTS[-1]
+FAULTS, CALLS = keys.TOOL_FAULTS[-1], keys.TOOL_CALLS[-1]
 
 ToolParser = Callable[[str], Mapping[str, Any]]
 """From an answer to its ``"calls"``, each with ``tool`` and ``args``: TorchRL's
 ``LLMToolParser``."""
-
-_KINDS: Mapping[str, type | tuple[type, ...]] = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-    "null": type(None),
-}
 
 
 class ToolEnv:
@@ -52,8 +45,10 @@ class ToolEnv:
     Args:
         env: the environment.
         tools: functions, objects with tools (:class:`~torchrl_llm.envs.ToolSet`), or
-            TorchRL's ``ToolService``.
+            TorchRL's ``ToolService``; or, for tools with a state, a function that makes them, again
+            for each episode unless they have ``reset()``.
         max_calls: the most calls in an episode. Default: any number.
+        extras: that the environment declares. Default: its attribute.
         parser: reads the calls in an answer, such as TorchRL's ``XMLBlockParser``
             (``LLMToolParser``). Default: the formatter does, in the form of the template.
 
@@ -82,26 +77,51 @@ class ToolEnv:
     """
 
     def __init__(
-        self, env: Any, tools: Sequence[Tool], *, max_calls: int | None = None, parser: ToolParser | None = None
+        self,
+        env: Any,
+        tools: Sequence[Tool] | Callable[[], Sequence[Tool]],
+        *,
+        max_calls: int | None = None,
+        parser: ToolParser | None = None,
+        extras: ExtraKinds | None = None,
     ) -> None:
         if max_calls is not None and max_calls < 1:
             raise ConfigError(f"ToolEnv: max_calls is {max_calls!r}; expected at least 1.")
         self.env, self.max_calls, self._left, self._parser = env, max_calls, max_calls, parser
+        self._make = tools if callable(tools) else None
+        self._take(_made(tools))
+        own = getattr(env, "extras", None) if extras is None else extras
+        self._own = dict(own) if isinstance(own, Mapping) else {}
+        self.extras = {**self._own, **_counted(parser)}
+
+    def _take(self, tools: Sequence[Tool]) -> None:
         self._schemas = {schema["function"]["name"]: schema["function"] for schema in tool_schemas(tools)}
         self._functions = {name: function for tool in tools for name, function in _functions_of(tool)}
-        own = getattr(env, "extras", None)
-        self._own = dict(own) if isinstance(own, Mapping) else {}
-        self.extras = {**self._own, FAULTS: float}
+        self._tools = [*tools]
+
+    @property
+    def thread_safe(self) -> bool:
+        """Whether the environment and all tools are."""
+        return all(getattr(each, "thread_safe", False) for each in (self.env, *self._tools))
 
     def __getattr__(self, name: str) -> Any:
-        # What the environment declares: thread_safe, hidden_state, close.
+        # What the environment declares: hidden_state, close.
         if name.startswith("__") or name == "env":
             raise AttributeError(name)
         return getattr(self.env, name)
 
     def reset(self, **kwargs: Any) -> Any:
-        """Start an episode of the environment."""
+        """Start an episode of the environment, and of tools with a state: those that have
+        ``reset()`` are reset, and all others that a function made are made again."""
         self._left = self.max_calls
+        if self._make is not None and not all(hasattr(tool, "reset") for tool in self._tools):
+            for tool in self._tools:
+                if hasattr(tool, "close"):
+                    tool.close()
+            self._take(_made(self._make))
+        for tool in self._tools:
+            if hasattr(tool, "reset"):
+                tool.reset()
         return self.env.reset(**kwargs)
 
     def step(self, action: str) -> Any:
@@ -110,7 +130,7 @@ class ToolEnv:
         if not calls:
             result = self.env.step(action)
             if isinstance(result, tuple) and len(result) == 5 and isinstance(result[4] or {}, Mapping):
-                return *result[:4], {FAULTS: 0, **(result[4] or {})}
+                return *result[:4], {FAULTS: 0, CALLS: 0, **(result[4] or {})}
             return result  # no step, as the check behind this says
         results: list[str] = []
         faults = 0
@@ -123,7 +143,7 @@ class ToolEnv:
             name = f"{call.name}: " if isinstance(call, ToolCall) and len(calls) > 1 else ""
             results.append(name + result)
         blank = {name: "" if kind is str else float("nan") for name, kind in self._own.items()}
-        info = {**blank, FAULTS: faults, "use_tool": True, "tool_results": results}
+        info = {**blank, FAULTS: faults, CALLS: len(calls), "use_tool": True, "tool_results": results}
         return "\n".join(results), 0.0, False, False, info
 
     def _called(self, call: ToolCall | BadCall) -> Any:
@@ -133,8 +153,8 @@ class ToolEnv:
         if isinstance(call, BadCall):
             raise ToolError(call.reason)
         if call.name not in self._functions:
-            raise ToolError(f"There is no tool {call.name!r}; the tools are {', '.join(self._functions)}.")
-        _check_arguments(self._schemas[call.name].get("parameters") or {}, call.arguments)
+            raise ToolError(f"There is no tool {call.name!r:.80}; the tools are {', '.join(self._functions)}.")
+        check_arguments(self._schemas[call.name].get("parameters") or {}, call.arguments)
         return self._functions[call.name](**call.arguments)
 
 
@@ -159,13 +179,12 @@ def with_tools(
 
     Args:
         env: an id, a factory or a spec.
-        tools: see :class:`ToolEnv`; or a function that makes them, if they have a state: each slot
-            has its own then.
+        tools: see :class:`ToolEnv`; a function that makes them, if they have a state.
         max_calls, parser: see :class:`ToolEnv`. With a parser the template does not show the tools:
             the first message has to say how they are called.
 
     Raises:
-        ConfigError: a tool is none, or cannot be called.
+        ConfigError: a tool is none, or cannot be called; or the environment has tools already.
 
     Examples:
         >>> from torchrl_llm.testing.environments import StopOrGo
@@ -178,20 +197,60 @@ def with_tools(
         >>> spec.name, spec.make().reset(seed=1)[0]
         ('StopOrGo', 'Say stop or go on.')
     """
-    spec, made = resolve_env(env), tools() if callable(tools) else tools
+    spec = resolve_env(env)
+    if spec.tools:
+        raise ConfigError(f"The environment {spec.name!r} has tools already: give it all of them at once.")
+    tools = tuple(tools) if isinstance(tools, Iterator) else tools
+    made = _made(tools)
     schemas = tool_schemas(made)
     for tool in made if callable(tools) else ():
         if hasattr(tool, "close"):  # it was made for its schemas
             tool.close()
-    extras = {**spec.extras, FAULTS: float}
-    make: Callable[..., Any] = partial(_make, spec.make, tools, max_calls, parser)
+    names = tuple(schema["function"]["name"] for schema in schemas)
+    make = ToolEnvMaker(spec.make, tools, max_calls, parser, spec.extras, names)
+    extras = {**spec.extras, **_counted(parser)}
     return replace(spec, make=make, extras=extras, single_turn=None, tools=schemas if parser is None else ())
 
 
-def _make(
-    make: Callable[..., Any], tools: Any, max_calls: int | None, parser: ToolParser | None, /, **options: Any
-) -> Any:
-    return ToolEnv(make(**options), tools() if callable(tools) else tools, max_calls=max_calls, parser=parser)
+def _counted(parser: ToolParser | None) -> dict[str, type[float]]:
+    """What is counted of each turn; calls are counted by the formatter, if it reads them."""
+    return {FAULTS: float} if parser is None else {FAULTS: float, CALLS: float}
+
+
+def _made(tools: Any) -> Sequence[Tool]:
+    """The tools, which a function may make."""
+    if not callable(tools):
+        return tuple(tools) if isinstance(tools, Iterator) else tools
+    if any(
+        each.default is each.empty and each.kind is not each.VAR_POSITIONAL and each.kind is not each.VAR_KEYWORD
+        for each in inspect.signature(tools).parameters.values()
+    ):
+        raise ConfigError(
+            f"The tools are {tools!r:.80}; expected a list of tools, or a function without arguments that makes one."
+        )
+    return cast(Sequence[Tool], tools())
+
+
+@dataclass(frozen=True, eq=False)
+class ToolEnvMaker:
+    """Makes an environment with tools, see :func:`with_tools`.
+
+    Attributes:
+        make: makes the environment.
+        tools, max_calls, parser, extras: see :class:`ToolEnv`.
+        names: of the tools.
+    """
+
+    make: Callable[..., Any]
+    tools: Any
+    max_calls: int | None
+    parser: ToolParser | None
+    extras: ExtraKinds
+    names: tuple[str, ...]
+
+    def __call__(self, **options: Any) -> Any:
+        env = self.make(**options)
+        return ToolEnv(env, self.tools, max_calls=self.max_calls, parser=self.parser, extras=self.extras)
 
 
 def _functions_of(tool: Any) -> list[tuple[str, Callable[..., Any]]]:
@@ -200,8 +259,11 @@ def _functions_of(tool: Any) -> list[tuple[str, Callable[..., Any]]]:
         return [(name, partial(_call_of, tool, name)) for name in names]
     if isinstance(tool, ToolService):
         return [(tool.name, tool)]
-    if not inspect.isroutine(tool):
-        raise ConfigError(f"The tool {tool!r:.80} cannot be called; expected a function, or an object with call().")
+    if not inspect.isroutine(tool) or inspect.iscoroutinefunction(tool):
+        raise ConfigError(
+            f"The tool {tool!r:.80} cannot be called; expected an ordinary function (asyncio.run inside will do), or an object with "
+            "call()."
+        )
     return [(tool.__name__, tool)]
 
 
@@ -209,33 +271,18 @@ def _call_of(tool: ToolSet, tool_name: str, /, **arguments: Any) -> Any:
     return tool.call(tool_name, arguments)
 
 
-def _check_arguments(parameters: Schema, arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that the schema of a tool does not have, or has otherwise."""
-    known = parameters.get("properties") or {}
-    if missing := [name for name in parameters.get("required") or () if name not in arguments]:
-        raise ToolError(f"The argument {missing[0]!r} is missing.")
-    if unknown := [name for name in arguments if name not in known]:
-        raise ToolError(f"There is no argument {unknown[0]!r}; expected {', '.join(known) or 'none'}.")
-    for name, value in arguments.items():
-        if not _fits(known[name], value):
-            kind = known[name].get("type")
-            raise ToolError(f"The argument {name!r} is {json.dumps(value):.80}; expected {kind}.")
-
-
-def _fits(schema: Any, value: Any) -> bool:
-    kinds = schema.get("type") if isinstance(schema, Mapping) else None
-    if kinds is None or (value is None and schema.get("nullable")):
-        return True
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    if isinstance(value, bool):  # an int, to Python
-        return "boolean" in kinds
-    return any(isinstance(value, _KINDS.get(kind, object)) for kind in kinds)
-
-
 def _as_text(result: Any) -> str:
-    if isinstance(result, str):
-        return str(result)
+    """What the policy reads of a tool's result.
+
+    Raises:
+        TypeError: it would read where in memory the result is, which is elsewhere in a replay.
+    """
+    if inspect.iscoroutine(result):
+        result.close()  # or Python warns that nobody awaited it
     try:
-        return json.dumps(result, ensure_ascii=False)
+        text = str(result) if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError):
-        return str(result)
+        text = str(result)
+    if not isinstance(result, str) and re.search(r" at 0x[0-9a-f]+>", text):
+        raise TypeError(f"the tool returned a {type(result).__name__}, {text:.80}; expected text, or what JSON has")
+    return text

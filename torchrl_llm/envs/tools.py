@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
 from transformers.utils import get_json_schema
@@ -109,7 +110,19 @@ def _schema_of_service(service: ToolService) -> Schema:
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
+def _check_parameters(function: Callable[..., Any]) -> None:
+    """Refuse what calls cannot give: arguments by position, and members of an ``Enum``."""
+    for name, each in inspect.signature(function, eval_str=False).parameters.items():
+        is_enum = isinstance(each.annotation, type) and issubclass(each.annotation, Enum)
+        if each.kind is each.POSITIONAL_ONLY or is_enum:
+            raise ConfigError(
+                f"The tool {function.__name__!r} takes {name!r} {'as an Enum' if is_enum else 'by position'}; calls give JSON by name: take "
+                f"{'a Literal of texts' if is_enum else 'it by name'}."
+            )
+
+
 def _schema_of_function(function: Callable[..., Any]) -> Schema:
+    _check_parameters(function)
     try:
         return dict(get_json_schema(function))
     except Exception as error:  # of several classes, by the version of transformers

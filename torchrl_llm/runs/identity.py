@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from torchrl_llm.envs.env_spec import EnvSpec
+from torchrl_llm.envs.tool_env import ToolEnvMaker
 
 
 def environment() -> dict[str, Any]:
@@ -75,6 +76,8 @@ def _qualified(part: Any) -> str:
         return ", ".join(map(_qualified, part))
     if isinstance(part, partial):
         return _qualified(part.func)
+    if isinstance(part, ToolEnvMaker):
+        return f"{_qualified(part.make)} with {', '.join(part.names)}"
     if isinstance(part, EnvSpec):
         return f"{part.name} ({_qualified(part.make)})"
     named = part if hasattr(part, "__qualname__") else type(part)

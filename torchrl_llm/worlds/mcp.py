@@ -108,6 +108,10 @@ class MCPTools:
             {"type": "function", "function": _described(tool)} for tool in sorted(tools, key=lambda tool: tool.name)
         ]
 
+    def reset(self) -> None:
+        """Nothing: the session lasts, and what a server keeps between calls is reset by a tool of
+        its own."""
+
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """What a tool returns.
 

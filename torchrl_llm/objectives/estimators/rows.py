@@ -59,6 +59,7 @@ def extra_of(rows: TensorDictBase, name: str, kind: type, *, option: str, instea
     Raises:
         KeyError: the rows have no extra of that name.
         TypeError: the extra is of the other kind.
+        ValueError: turns in which a tool was called do not have it.
     """
     extras = keys.turn_extras(rows)
     if name not in extras:
@@ -70,7 +71,23 @@ def extra_of(rows: TensorDictBase, name: str, kind: type, *, option: str, instea
         raise TypeError(
             f"{option}: {name!r} is a {given}; expected one that is declared as a {wanted} ({kind.__name__})."
         )
+    _check_turns_of_calls(rows, extras, name, option)
     return extras[name]
+
+
+def _check_turns_of_calls(rows: TensorDictBase, extras: dict[str, Tensor], name: str, option: str) -> None:
+    """Refuse a state that is not known where the response has called a tool, and only there: credit
+    would depend on whether it does."""
+    calls = extras.get(keys.TOOL_CALLS[-1])
+    if calls is None or option == "components":
+        return
+    value = extras[name]
+    blank = value.isnan() if value.is_floating_point() else (value == 0) | (value == keys.EMPTY_TEXT)
+    if bool((blank & (calls > 0)).any()):
+        raise ValueError(
+            f"{option} names {name!r}, which turns that call tools do not have (ToolEnv executes the call, and the environment is not "
+            f"asked): leave {option} out, or let the environment execute the calls and say it."
+        )
 
 
 def check_ids(rows: TensorDictBase, turn_ids: Tensor, group_id: Tensor | None) -> None:
