@@ -94,6 +94,11 @@ def results(out, what, *names, how="ddp", device="cpu"):
     return [torch.load(f"{out}-{what}.{rank}.pt", weights_only=False) for rank in range(2)]
 
 
+# transformers' RMSNorm computes in float32, of float64 models too, and ranks share other prefixes
+# than one process.
+ROUNDING = 1e-8
+
+
 def difference(a, b):
     assert a.keys() == b.keys()
     return max(float((a[name] - b[name]).detach().abs().max()) for name in a)
@@ -398,7 +403,7 @@ class TestParts:
         alone, (first, second) = one["later"], [result["later"] for result in two(how)]
         assert min(each["calls"] for each in (alone, first, second)) >= 4
         assert difference(first["weights"], second["weights"]) == 0
-        assert difference(alone["weights"], first["weights"]) < 1e-9
+        assert difference(alone["weights"], first["weights"]) < ROUNDING
         same_figures(alone["metrics"], first["metrics"])
 
     @BOTH
@@ -406,7 +411,7 @@ class TestParts:
         alone, (first, second) = one["broken"], [result["broken"] for result in two(how)]
         assert [each["metrics"]["optim/skipped_steps"] for each in (alone, first, second)] == [1.0] * 3
         assert difference(first["weights"], second["weights"]) == 0
-        assert difference(alone["weights"], first["weights"]) < 1e-9
+        assert difference(alone["weights"], first["weights"]) < ROUNDING
         assert difference(one["later"]["weights"], alone["weights"]) > 1e-6
 
     def test_counts_are_added_up_and_other_metrics_of_a_collector_are_means(self, one, two):
