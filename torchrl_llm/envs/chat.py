@@ -535,10 +535,8 @@ class ChatFormatter(Checked):
         return ids[next(i for i, each in enumerate(ids) if each in ends) + 1 :] if closed else ids
 
     def _encode_messages(self, frame: Frame, messages: Sequence[str]) -> Iterator[tuple[int, ...]]:
-        between, tokens = (
-            self.properties.between_tools or "",
-            [*self._added.finditer(self.properties.between_tools or "")],
-        )
+        between = self.properties.between_tools or ""
+        tokens = [*self._added.finditer(between)]
         # What stands between two messages is divided behind a token, where nothing merges.
         at = tokens[-1].end() if tokens else len(between)
         opening, closing = [frame.before, between[at:]], [between[:at], frame.after]

@@ -74,8 +74,9 @@ def _expected(schema: Any) -> str:
     if "enum" in schema:
         return f"one of {', '.join(map(json.dumps, schema['enum']))}"
     kind = schema.get("type")
-    inside = {*schema} & {"items", "properties", "anyOf", "oneOf", "const"}
-    return json.dumps(schema)[:200] if inside or kind is None else kind if isinstance(kind, str) else " or ".join(kind)
+    if kind is None or {*schema} & {"items", "properties", "anyOf", "oneOf", "const"}:
+        return json.dumps(schema)[:200]
+    return kind if isinstance(kind, str) else " or ".join(kind)
 
 
 def kinds_of(schema: Any) -> frozenset[str]:
