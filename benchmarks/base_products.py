@@ -18,7 +18,7 @@ import sys
 
 import torch
 from episodes import cpu_seconds
-from memory import make_model
+from learn import make_model
 from peft import LoraConfig
 from tensordict import TensorDict
 
@@ -53,7 +53,7 @@ def make_losses() -> dict[str | None, LLMGRPOLoss]:
     for products in (None, "bfloat16"):
         torch.manual_seed(0)
         lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", init_lora_weights=False)
-        models = load_actor_critic(make_model("135M"), lora=lora, base_products=products)
+        models = load_actor_critic(make_model("135M", None), lora=lora, base_products=products)
         losses[products] = LLMGRPOLoss(models.actor, kl_coeff=0.0)
     return losses
 

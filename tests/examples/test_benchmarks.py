@@ -1,5 +1,6 @@
 """The benchmarks run, and what they compare is what they say."""
 
+import ast
 import json
 import re
 import shlex
@@ -31,7 +32,33 @@ def run(*words: str) -> dict:
     return json.loads(done.stdout[done.stdout.index("{") :])
 
 
+def names_of(tree: ast.Module) -> set[str]:
+    """What a module defines, assigns or imports anywhere."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
 class TestBenchmarks:
+    def test_what_scripts_import_of_each_other_is_there(self):
+        """Also in those that take too long, or need too much, to run here."""
+        trees = {path.stem: ast.parse(path.read_text()) for path in (ROOT / "benchmarks").glob("*.py")}
+        taken = [
+            (script, node.module, alias.name)
+            for script, tree in trees.items()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module in trees
+            for alias in node.names
+        ]
+        assert len(taken) > 20
+        assert [each for each in taken if each[2] not in names_of(trees[each[1]])] == []
+
     def test_learning(self, load, tmp_path, monkeypatch):
         arguments = ["--algo=GRPO", "--seed=3", f"--output-dir={tmp_path}", *QUICK, "--save-checkpoints=false"]
         monkeypatch.setattr(sys, "argv", ["learning.py", *arguments])
