@@ -12,8 +12,9 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_llm import keys
+from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import turns_to_rows
-from torchrl_llm.envs import CHATML, GEMEnv
+from torchrl_llm.envs import CHATML, GEMEnv, with_tools
 from torchrl_llm.runs.recording import FOLDER, trimmed, write_recording
 from torchrl_llm.runs.table import FILE, table_text
 from torchrl_llm.testing.policies import ScriptedPolicy
@@ -120,6 +121,31 @@ def thinking_rows() -> tuple[TensorDict, dict[int, str]]:
     env = GEMEnv(Counts, tokenizer=tokenizer, num_envs=2, max_output_tokens=40, on_done="idle")
     rows = turns_to_rows(env.rollout(3, policy, break_when_any_done=False))
     return rows, {token: tokenizer.decode([token]) for token in rows[keys.TOKENS].unique().tolist()}
+
+
+def tool_rows() -> tuple[TensorDict, dict[int, str], dict[int, str]]:
+    """An episode of two calls in a turn, of a call that is none, and of three answers; the text of
+    each token, and of each text among the extras."""
+
+    def look(place: str, markup: str = "<b>") -> str:
+        """Look.
+
+        Args:
+            place: where.
+            markup: any text.
+        """
+        return f"{place}: nothing"
+
+    calls = "{% for call in message.tool_calls %}<call>{{ call.function | tojson }}</call>{% endfor %}"
+    content = "{{ message['content'] }}"
+    tokenizer = byte_tokenizer(chat_template=CHATML.replace(content, content + calls))
+    called = '<call>{"name": "look", "arguments": {"place": "here", "markup": "<i>"}}</call>'
+    answers = [called + called.replace("here", "there"), called[:-15], "3", "4", "5"]
+    policy = ScriptedPolicy(lambda episode, turn, context: answers[turn], tokenizer=tokenizer, max_output_tokens=200)
+    env = GEMEnv(with_tools(Counts, [look]), tokenizer=tokenizer, max_model_len=2000, max_output_tokens=200)
+    collector = TurnCollector(env, policy, batch_size=1, total_batches=1)
+    (rows,) = collector
+    return rows, {token: tokenizer.decode([token]) for token in rows[keys.TOKENS].unique().tolist()}, collector.texts
 
 
 def about(kind: str = "training", iteration: int = 1, **changes: Any) -> dict[str, Any]:

@@ -212,9 +212,12 @@ THINKING_COLUMNS = (
 EMPTY_TEXT = -5426141060434712860
 """What stands for an empty text among the extras, :func:`torchrl_llm.envs.text_key` of it."""
 
-TOOL_CALLS, TOOL_FAULTS = extra("tool_calls"), extra("tool_faults")
-TOOL_COLUMNS = (TurnColumn(TOOL_CALLS, float, "calls of tools in the response, malformed ones too"),)
-"""What is counted of each response, where the environment has tools; of the faults among the calls
+TOOL_CALLS, TOOL_CALLS_JSON, TOOL_FAULTS = extra("tool_calls"), extra("tool_calls_json"), extra("tool_faults")
+TOOL_COLUMNS = (
+    TurnColumn(TOOL_CALLS, float, "calls of tools in the response, malformed ones too"),
+    TurnColumn(TOOL_CALLS_JSON, str, "these calls as a list of JSON; empty where there are none"),
+)
+"""What is known of each response, where the environment has tools; of the faults among the calls
 those environments know that execute them (:class:`~torchrl_llm.envs.tool_env.ToolEnv`)."""
 
 

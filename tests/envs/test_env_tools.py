@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import pickle
 from enum import Enum
@@ -433,6 +434,21 @@ class TestWithTools:
         metrics = rollout_metrics(rows)
         assert (metrics["data/tool_calls"], metrics["data/tool_faults"]) == (4.0, 2.0)
         assert metrics["rollout/success"] == 1.0
+
+    def test_what_was_called_is_a_column(self, tokenizer):
+        """For the page of a run."""
+        answers = [ADD + ADD.replace("1", '"\u00e9"'), ADD[:-15], "stop"]
+        env = GEMEnv(with_tools(StopOrGo, [add]), tokenizer=tokenizer, max_model_len=4000, max_output_tokens=200)
+        policy = ScriptedPolicy(lambda _, turn, __: answers[turn], tokenizer=tokenizer, max_output_tokens=200)
+        collector = TurnCollector(env, policy, batch_size=1, total_batches=1)
+        (rows,) = collector
+        hashes = keys.turn_extras(rows)[keys.TOOL_CALLS_JSON[-1]][0]
+        first, second, third = (collector.texts[key] for key in hashes.tolist())
+        calls = [{"name": "add", "arguments": {"a": a, "b": 2}} for a in (1, "\u00e9")]
+        assert (json.loads(first), third) == (calls, "")
+        (wrong,) = json.loads(second)
+        assert wrong["text"].startswith("<tool_call>")
+        assert wrong["reason"].startswith("This is not JSON")
 
     def test_an_environment_without_tools_has_no_such_metric(self, tokenizer):
         env = GEMEnv(StopOrGo, tokenizer=tokenizer, max_model_len=900)

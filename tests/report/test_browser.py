@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from recorded_runs import PAYLOADS, made_rows, thinking_rows, write_metrics, write_result, write_rows
+from recorded_runs import PAYLOADS, made_rows, thinking_rows, tool_rows, write_metrics, write_result, write_rows
 from waiting import LIMIT
 
 from torchrl_llm import keys
@@ -336,6 +336,24 @@ def test_thinking_and_what_was_there_before_are_folded(driver, tmp_path):
         "box.value = 'turn 1'; box.dispatchEvent(new Event('input'))"
     )
     until(driver, "document.querySelectorAll('details.thinking')[1]?.open")
+    assert driver.get_log("browser") == []
+
+
+def test_calls_of_tools_are_cards(driver, tmp_path):
+    rows, pieces, found = tool_rows()
+    write_metrics(tmp_path)
+    write_result(tmp_path)
+    write_rows(tmp_path, rows, pieces=pieces, texts=found)
+    driver.get("about:blank")
+    driver.get(f"{write_report(tmp_path).as_uri()}#episodes/0")
+    until(driver, "document.querySelectorAll('#view-episodes .detail .model').length === 5")
+    turns = driver.find_elements("css selector", "#view-episodes .model")
+    cards = [[card.text.split("\n") for card in turn.find_elements("css selector", ".call")] for turn in turns]
+    assert cards[0] == [["look", "place", place, "markup", "<i>"] for place in ("here", "there")]
+    ((name, *fields),) = cards[1]
+    assert (name, fields[0], fields[2]) == ("no call", "text", "not read")
+    assert cards[2:] == [[], [], []]
+    assert "tool_calls_json" not in driver.find_element("css selector", "#view-episodes .detail").text
     assert driver.get_log("browser") == []
 
 

@@ -23,13 +23,14 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm import keys
 from torchrl_llm.envs.answers import AnswerForm, MissingThinking
+from torchrl_llm.envs.columns import NO_EXTRAS, Extras
 from torchrl_llm.envs.contexts import Append, AsTemplate, ContextRule, Span, Thought, num_tokens
 from torchrl_llm.envs.message_cache import MessageCache
 from torchrl_llm.envs.response import Response, split_thinking
 from torchrl_llm.envs.template_probe import Contexts, not_append_only, probe_template
 from torchrl_llm.envs.template_properties import Frame, TemplateProperties
 from torchrl_llm.envs.template_view import TemplateView, follows_template
-from torchrl_llm.envs.tool_calls import BadCall, CallForm, ToolCall, find_call_form
+from torchrl_llm.envs.tool_calls import BadCall, CallForm, ToolCall, as_json, find_call_form
 from torchrl_llm.envs.tools import Tool, tool_schemas
 from torchrl_llm.rendering import ChatTemplateError, Renderer, Role
 from torchrl_llm.stops import control_tokens, token_pattern
@@ -398,22 +399,26 @@ class ChatFormatter(Checked):
             return [Span(ids[:end], turn, "message", role), Span(self._opening, turn + 1, "opening")]
         return [Span(ids, turn, "message", role)]
 
-    def counts(self, said: Response, spans: Sequence[Span]) -> dict[str, float]:
-        """What :attr:`columns` have of a response, by name.
+    def columns_of(self, said: Response, spans: Sequence[Span]) -> Extras:
+        """What :attr:`columns` have of a response.
 
         Args:
             said: what :meth:`decode` made of it.
             spans: what :meth:`turn_spans` made of it, with ``said``.
         """
+        if not self.columns:
+            return NO_EXTRAS
         opening, closing = self.properties.thinks
         length = num_tokens([span for span in spans if span.kind == "thinking"])
         is_open = said.lstrip().startswith(opening) and closing not in said
-        found: dict[keys.NestedKey, float] = {
+        found: dict[keys.NestedKey, Any] = {
             keys.THINKING_LENGTH: length,
             keys.THINKING_OPEN: is_open,
             keys.TOOL_CALLS: len(said.calls),
+            keys.TOOL_CALLS_JSON: as_json(said.calls),
         }
-        return {column.name[-1]: found[column.name] for column in self.columns}
+        kinds = {column.name[-1]: column.kind for column in self.columns}
+        return Extras.read({name[-1]: value for name, value in found.items()}, kinds)
 
     def _num_thought(self, response: Sequence[int], said: Response) -> int:
         """How many ids of a response are its thinking, with the white space behind it that the

@@ -303,7 +303,7 @@ class SlotMachine:
             split = said if self._rules or self.formatter.columns else None
             message = step.results or step.message
             new = self.formatter.turn_spans(response, message, state.turn, role=step.role, said=split)
-            step = step.with_extras(self.formatter.counts(said, new))
+            step = step.with_extras(self.formatter.columns_of(said, new))
         except (Exception, SystemExit) as error:
             raise self.fault(state.task_spec, state.turn, error) from error
         if state.asked:

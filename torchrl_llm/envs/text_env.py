@@ -128,9 +128,10 @@ class TextStep(NamedTuple):
         results = results if "\n".join(results) == message else ()
         return cls(message, role, float(reward), bool(terminated), bool(truncated), said, extras, results)
 
-    def with_extras(self, values: Mapping[str, float]) -> TextStep:
+    def with_extras(self, more: Extras) -> TextStep:
         """The same step with further extras; those that it has already stay."""
-        return self._replace(extras=Extras({**values, **self.extras.values}, self.extras.texts)) if values else self
+        own = self.extras
+        return self._replace(extras=Extras(more.values | own.values, more.texts | own.texts)) if more.values else self
 
     @property
     def values(self) -> dict[NestedKey, float]:

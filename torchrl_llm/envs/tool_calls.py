@@ -60,6 +60,16 @@ class BadCall(NamedTuple):
     reason: str
 
 
+def as_json(calls: Sequence[ToolCall | BadCall]) -> str:
+    """Calls as a list of JSON, with the fields of their classes; the empty text if there are none.
+
+    Examples:
+        >>> as_json([ToolCall("add", {"a": 1}), BadCall("<call>add", "It is no JSON.")])
+        '[{"name": "add", "arguments": {"a": 1}}, {"text": "<call>add", "reason": "It is no JSON."}]'
+    """
+    return json.dumps([call._asdict() for call in calls], ensure_ascii=False) if calls else ""
+
+
 _ONE = ToolCall(NAME, ARGUMENTS)
 _TWO = ToolCall("tooltwo", ARGUMENTS)
 _VALUES = {"key_a": 'Say "x" & y,\nor <z>.', "key_b": 7, "key_c": [1, "b"], "key_d": {"e": [2.5]}, "key_e": True}

@@ -9,6 +9,7 @@ const STOPS = {
   RUNNING: "still running", WON: "won", LOST: "lost", TURN_LIMIT: "turn limit", MAX_TURNS: "cut at max_turns",
   CONTEXT: "context full", ERROR: "environment failed", TIMEOUT: "environment timed out", ENV_TRUNCATED: "truncated by the environment",
 };
+const CALLS = "tool_calls_json"; // the extra that has the calls of tools, which are shown as cards
 const PAGE = 300; // list entries at a time: more make typing in the search slow
 
 const state = { episode: 0, shade: "credit", query: "", recording: "", outcome: "", sort: "order", shown: PAGE };
@@ -127,8 +128,24 @@ function signed(node, value, scale) {
 
 // What the environment says of turns beside rewards: {name: [value of each turn as it is shown, or null]}.
 function extras(episode) {
-  const texts = Object.entries(episode.texts).map(([name, lane]) => [name, lane.map((piece) => (piece === null ? null : index.pieces[piece]))]);
+  const texts = Object.entries(episode.texts).filter(([name]) => name !== CALLS).map(([name, lane]) => [name, lane.map((piece) => (piece === null ? null : index.pieces[piece]))]);
   return { ...episode.extras, ...Object.fromEntries(texts) };
+}
+
+// The calls of tools in a turn, as they were read: {name, arguments}, or {text, reason} of what is none.
+function callsOf(episode, turn) {
+  const piece = episode.texts[CALLS]?.[turn];
+  try {
+    return piece == null ? [] : JSON.parse(index.pieces[piece] || "[]");
+  } catch {
+    return []; // a text that was cut
+  }
+}
+
+function card(call) {
+  const rows = Object.entries(call.arguments || { text: call.text, "not read": call.reason });
+  return el("div", { class: call.name ? "call" : "call wrong" }, el("b", {}, call.name || "no call"),
+    el("dl", {}, ...rows.flatMap(([name, value]) => [el("dt", {}, name), el("dd", { dir: "auto" }, typeof value === "string" ? value : JSON.stringify(value))])));
 }
 
 const shown = (value) => (typeof value === "string" ? value : number(value));
@@ -248,7 +265,8 @@ async function conversation(episode) {
     for (const [name, lane] of Object.entries(extras(episode))) if (lane[span.turn] !== null) facts.push(`${name} ${shown(lane[span.turn])}`);
     return el("div", { class: "model" },
       el("div", { class: "who" }, el("b", {}, `model, turn ${span.turn + 1}`), ...facts.map((fact) => el("span", {}, fact))),
-      ...response(span, spans.slice(i).find((each) => each.turn === -3), episode, values, query));
+      ...response(span, spans.slice(i).find((each) => each.turn === -3), episode, values, query),
+      ...callsOf(episode, span.turn).map(card));
   });
   return el("div", { class: "text" }, ...parts);
 }
