@@ -187,11 +187,16 @@ class TestCommands:
         assert {"--" + flag[2:].replace("-", "_") for flag in flags} <= known
 
 
+LONG = {"agilerl_programs.md", "custom_loss.md", "evaluate.md", "metrics.md", "paper_losses.md", "torchrl_envs.md"}
+"""Their blocks take many seconds: ``make test`` leaves them to ``make test-all``."""
+
+
 def runnable(page: Path) -> Any:
     """A page as a parameter; those that import Ray run where it is installed, in
     ``make test-scale``."""
     needs_ray = "import ray" in "".join(code for _, code, _ in python_blocks(page.read_text()))
-    return pytest.param(page, id=page.name, marks=[pytest.mark.ray] if needs_ray else [])
+    marks = [pytest.mark.ray] * needs_ray + [pytest.mark.extra] * (page.name in LONG)
+    return pytest.param(page, id=page.name, marks=marks)
 
 
 class TestPythonBlocks:

@@ -282,6 +282,7 @@ class TestNamedInAFile:
         run.trainer.train()
         assert run.trainer.callbacks[-1].seen == 3
 
+    @pytest.mark.extra
     def test_callbacks_of_one_name_keep_apart_and_one_may_be_added(self, tmp_path, caplog):
         saved = SMALL | {"save_checkpoints": True, "checkpoint_interval": 1, "output_dir": tmp_path}
         first, second = f"{HERE}:Watch", f"{HERE}:Other.Watch"
@@ -364,6 +365,7 @@ class TestNamedInAFile:
             ),
         ],
     )
+    @pytest.mark.extra
     def test_another_loss_of_other_parameters_is_refused_in_a_resume(self, tmp_path, changes, said):
         given = {"loss_class": f"{HERE}:WithBaseline", "save_checkpoints": True, "checkpoint_interval": 1}
         small_run(tmp_path, settings=given).trainer.train()
@@ -444,6 +446,7 @@ class TestTransformedEnvironment:
         assert scaled["rollout/reward"] == pytest.approx(10 * plain["rollout/reward"])
         assert scaled["rollout/success"] == plain["rollout/success"]
 
+    @pytest.mark.extra
     def test_a_seed_that_is_meant_to_differ_reaches_the_environment(self, tmp_path):
         small_run(tmp_path, settings=self.SAVED, make_env=self.make_env).trainer.train()
         changed = {"resume": True, "seed": 5, "accept_changes": ["seed"]}
@@ -480,6 +483,7 @@ class TestCheckpointComponent:
         resumed.trainer.train()
         assert second.level.tolist() == [3.0, 1.5]
 
+    @pytest.mark.extra
     def test_a_checkpoint_without_it_says_so(self, tmp_path):
         small_run(tmp_path, settings=self.SAVED).trainer.train()
         with pytest.raises(CheckpointError, match="curriculum"):

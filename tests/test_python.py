@@ -154,6 +154,7 @@ WITHOUT_GEM = """
 """
 
 
+@pytest.mark.extra
 def test_everything_but_gem_works_without_it(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(WITHOUT_GEM), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)

@@ -5,6 +5,7 @@ import io
 import re
 import tokenize
 from collections import Counter
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -29,6 +30,7 @@ LAYERS = (
 """Each imports from those before it, and from itself."""
 
 
+@cache
 def modules() -> dict[str, ast.Module]:
     found = {}
     for path in PACKAGE.rglob("*.py"):
@@ -58,6 +60,7 @@ def layer(name: str) -> int:
     return next(number for number, packages in enumerate(LAYERS) if package(name) in packages)
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     trees = modules()
     return {name: imports(tree, set(trees)) - {name} for name, tree in trees.items()}
@@ -139,16 +142,20 @@ def test_commands_have_lines_of_their_own():
 
 
 def wide_prose(text: str) -> list[int]:
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    comments = {each.start[0] for each in tokens if each.type == tokenize.COMMENT and not FOR_TOOLS.match(each.string)}
-    lines, prose = text.splitlines(), {*comments}
-    for node in filter(is_prose, ast.walk(ast.parse(text))):
+    lines = text.splitlines()
+    wide = {number for number, line in enumerate(lines, 1) if len(line) > WIDTH}
+    prose = set()
+    # they take seconds for all files
+    if any("#" in lines[number - 1] for number in wide):
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        prose = {each.start[0] for each in tokens if each.type == tokenize.COMMENT and not FOR_TOOLS.match(each.string)}
+    for node in filter(is_prose, ast.walk(ast.parse(text))) if wide else ():
         example = False
         for number in span(node):
             line = lines[number - 1].strip()
             example = bool(line) and (example or line.startswith(">>>"))
             prose |= set() if example else {number}
-    return sorted(number for number in prose if len(lines[number - 1]) > WIDTH)
+    return sorted(prose & wide)
 
 
 FOR_TOOLS = re.compile("# (noqa|type|fmt)")

@@ -9,6 +9,7 @@ import sys
 from io import StringIO
 
 import pytest
+from instances import usual
 from markdown_it import MarkdownIt
 from planted import PAYLOAD, everywhere, in_values, one_by_one, plant
 
@@ -101,7 +102,7 @@ def check_card(card: str) -> None:
     assert not kinds & {"html_inline", "html_block", "image", "link_open"}
 
 
-@pytest.mark.parametrize("change", [everywhere, in_values])
+@pytest.mark.parametrize("change", usual([everywhere, in_values]))
 @pytest.mark.parametrize(("source", "name", "commands"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
 def test_what_is_planted_never_acts(strange, source, name, commands, change):
     strange(source, name, change, commands)

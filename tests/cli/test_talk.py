@@ -93,6 +93,7 @@ class TestConversation:
 
 
 class TestPlay:
+    @pytest.mark.extra
     def test_shows_the_episodes_of_an_evaluation(self, tmp_path, trained):
         done = command("play", trained[0], "--episodes=3", "--device=cpu", "--json", folder=tmp_path)
         played = [json.loads(line) for line in done.stdout.splitlines()]

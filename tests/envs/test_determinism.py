@@ -195,6 +195,7 @@ class TestTheLaw:
         group_size=st.integers(1, 3),
         workers=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.booleans()), min_size=1, max_size=4),
     )
+    @pytest.mark.extra
     def test_workers_play_together_what_one_plays_alone(self, play, mixture, seed, group_size, workers):
         games, weights = mixture
         task_spec = {"seed": seed, "group_size": group_size, "weights": weights}
@@ -237,6 +238,7 @@ print(hashlib.md5(contexts.numpy().tobytes()).hexdigest())
 
 
 @pytest.mark.slow
+@pytest.mark.extra
 def test_the_order_of_a_set_of_texts_has_no_part_in_it(capsys):
     # Texts hash to something else in every process.
     exec(GEM, {})

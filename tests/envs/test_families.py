@@ -93,6 +93,7 @@ class TestFamily:
         finally:
             run.close()
 
+    @pytest.mark.extra
     def test_the_environments_of_a_run_are_made_where_the_family_is_not_registered(self, family, tmp_path):
         """As on a worker of Ray, which gets the maker pickled."""
         run = build_run(settings(tmp_path))

@@ -66,6 +66,7 @@ class TestBenchmarks:
         result = json.loads((tmp_path / "result.json").read_text())
         assert (result["algo"], result["seed"], result["iterations"]) == ("GRPO", 3, 2)
 
+    @pytest.mark.extra
     def test_learning_in_another_world(self, load, tmp_path, monkeypatch):
         """Seeds of a world: each run starts from the world's model, and the summary states the
         optimum."""

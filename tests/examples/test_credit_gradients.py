@@ -68,6 +68,7 @@ class TestContinuations:
 
 
 class TestCompareGradients:
+    @pytest.mark.extra
     def test_continuations_change_nothing_else(self, load, monkeypatch):
         """The other estimators' figures are the same to the last bit, and the noise falls with the
         number of continuations."""

@@ -23,6 +23,7 @@ def by_cell(found) -> dict:
     return {(each["row"], each["column"]): each for each in found}
 
 
+@pytest.mark.extra
 def test_the_exact_noise_is_that_of_drawn_batches(sweeps):
     mdp, actor = EnumerableMDP(max_turns=None), TokenScorer(tiny_lm(0))
     rows, truth, scores = mdp.rows(actor), mdp.policy_gradient(actor), sweeps.token_scores(mdp, actor)
@@ -55,6 +56,7 @@ def test_only_the_whole_weight_of_a_conversation_is_exact(sweeps, monkeypatch):
     assert cells[names[0], "4"]["kl"] > 0.1
 
 
+@pytest.mark.extra
 def test_trees_are_unbiased_and_pay_where_the_last_turn_decides(sweeps):
     cells = by_cell(sweeps.trees("", 0, 500))
     assert all(found["cosine"] == pytest.approx(1.0, abs=0.02) for found in cells.values())

@@ -106,6 +106,7 @@ class TestMultiturn:
         run.close()
         assert f"report: {out}/ (report.html, result.json)\n" in capsys.readouterr().out
 
+    @pytest.mark.extra
     def test_weights_and_biases_offline(self, tmp_path, monkeypatch):
         for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():
             monkeypatch.setenv(name, value)

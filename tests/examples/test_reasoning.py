@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from arithmetic import arithmetic_splits, make_student
+from instances import usual
 
 from torchrl_llm.runs import ConfigError, build_run, parse_settings
 
@@ -35,7 +36,7 @@ def settings(out, *arguments):
 
 
 class TestReasoning:
-    @pytest.mark.parametrize("algo", ["LLMPPO", "LLMREINFORCE", "GRPO"])
+    @pytest.mark.parametrize("algo", usual(["LLMPPO", "LLMREINFORCE", "GRPO"]))
     def test_writes_the_report(self, quick, tmp_path, algo):
         out = tmp_path / "run"
         result = quick.main(settings(out, f"--algo={algo}", *QUICK))
@@ -43,6 +44,7 @@ class TestReasoning:
         assert (result["algo"], result["episodes"], result["iterations"]) == (algo, 32, 2)
         assert "<|im_start|>assistant" in (out / "episodes.md").read_text().split("# Episodes after training")[1]
 
+    @pytest.mark.extra
     def test_a_resumed_run_goes_on_with_its_own_model_and_first_evaluation(self, quick, tmp_path):
         first = quick.main(settings(tmp_path / "run", *QUICK))
         longer = [argument for argument in QUICK if "max-iterations" not in argument]
@@ -51,6 +53,7 @@ class TestReasoning:
         assert second["iterations"] == 3
         assert second["success_before"] == first["success_before"]
 
+    @pytest.mark.extra
     def test_training_is_never_rewarded_with_a_test_answer(self, quick, tmp_path, monkeypatch):
         rows = {
             question: name for name, part in arithmetic_splits().items() for question in [r["question"] for r in part]
@@ -70,6 +73,7 @@ class TestReasoning:
             build_run(settings(tmp_path / "run"), env=object, make_env=dict)
 
     @pytest.mark.slow
+    @pytest.mark.extra
     def test_learns(self, script, tmp_path):
         arguments = [
             "--algo=GRPO",

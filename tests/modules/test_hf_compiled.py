@@ -14,6 +14,7 @@ import pickle
 
 import pytest
 import torch
+from instances import usual
 from peft import LoraConfig, get_peft_model
 from tiny_policies import FAMILIES, make_model, make_policy, play, random_rows
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -105,14 +106,10 @@ MODELS = {
     "learned positions": sliding("GPT2"),
     "experts": sliding("Mixtral"),
 }
-USUAL = ("fused adapters", "windows of some layers")
 
 
 class TestEquality:
-    @pytest.mark.parametrize(
-        "name",
-        [pytest.param(each, marks=[] if each in USUAL else [pytest.mark.extra]) for each in MODELS],
-    )
+    @pytest.mark.parametrize("name", usual(MODELS, ["fused adapters"]))
     def test_ids_and_log_probs_are_those_without_it(self, name, graphs):
         model = MODELS[name]()
         equal = same_until_an_id_differs if "bfloat16" in name else same
@@ -136,6 +133,7 @@ class TestEquality:
         assert graphs.frame_count == 2
 
     @pytest.mark.slow
+    @pytest.mark.extra
     def test_generated_code_writes_to_the_cache_in_place(self, monkeypatch):
         graphs = count_graphs(monkeypatch, "inductor")
         model = with_adapter(make_model(num_hidden_layers=1))
@@ -152,6 +150,7 @@ class TestEquality:
 
 
 class TestGraphs:
+    @pytest.mark.extra
     def test_there_are_two_whatever_the_rows_the_widths_and_the_cache(self, graphs):
         model = make_model()
         policy, rows = make_policy(model, compile_decode=True, **SHORT), random_rows([5, 9, 2, 14] * 3)

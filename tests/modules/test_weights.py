@@ -450,6 +450,7 @@ class TestExport:
             models.export_merged(tmp_path)
         load_actor_critic(make_model(tie_word_embeddings=True), lora=make_lora()).export_merged(tmp_path)
 
+    @pytest.mark.extra
     def test_plain_transformers_in_another_process(self, tmp_path):
         base, trained, merged = (tmp_path / name for name in ("base", "trained", "merged"))
         make_model().save_pretrained(base)

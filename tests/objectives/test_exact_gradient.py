@@ -32,6 +32,7 @@ from exact_games import (
     noise,
     prefix_parity,
 )
+from instances import usual
 from published_objectives import DPPO, GMPO, IPO, SAPO
 from tensordict import TensorDict
 from torch import Tensor
@@ -161,7 +162,7 @@ class TestHolds:
         game = continued(CUT if count == 1 else ONE, STUDY.actor, count)
         check(gradient_of_one(game, STUDY.vine(lmbda=lmbda)), STUDY.truth(CUT if count == 1 else ONE))
 
-    @pytest.mark.parametrize("turn", [0, 1])
+    @pytest.mark.parametrize("turn", usual([1, 0]))
     def test_continuations_of_one_turns_state(self, turn):
         """The others are compared with the other episode of the batch, whose group is the whole
         game here."""

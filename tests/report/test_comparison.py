@@ -135,6 +135,7 @@ class TestCompareRuns:
         (resumed / "result.json").write_text(json.dumps(result | {"success_after": None}))
         assert list(cells(compare_runs([runs / "slow", resumed])).values())[1]["gained, lost"] == "-"
 
+    @pytest.mark.extra
     def test_a_resumed_run_has_no_result_until_it_ends_again(self, tmp_path):
         """Its end of before may belong to another setting. It kept evaluation_after.json, also
         where it was interrupted."""

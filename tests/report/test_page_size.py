@@ -36,6 +36,7 @@ def test_a_long_run_fits(run):
     assert "left out" not in text
 
 
+@pytest.mark.extra
 def test_more_is_left_out_and_said_and_full_has_all(run):
     """Noise of four times as many tokens."""
     record(run, 16, length=4400)

@@ -2,6 +2,7 @@
 dead end."""
 
 import pytest
+from instances import usual
 from safetensors.torch import load_file
 from small_runs import TwoTurns, Won, small_config
 
@@ -47,14 +48,22 @@ class TestTasks:
 
     @pytest.mark.parametrize(
         ("before", "after"),
-        [
-            ({"group_size": 4}, {"group_size": 8}),
-            ({"group_size": 4}, {"group_size": 2}),
-            ({"group_size": 4, **TREES}, {"group_size": 4, "tree_branches": 1, **TREES}),
-            ({"env": [Scored, Other], "env_weights": [1.0, 1.0]}, {"env": [Scored, Other], "env_weights": [1.0, 30.0]}),
-            ({"env": Scored}, {"env": [Scored, Other], "env_weights": [1.0, 30.0]}),
-            ({"env": [Scored, Other, Won], "adaptive_mixture": True}, {"env": [Other, Won], "adaptive_mixture": True}),
-        ],
+        usual(
+            [
+                ({"group_size": 4}, {"group_size": 8}),
+                ({"group_size": 4}, {"group_size": 2}),
+                ({"group_size": 4, **TREES}, {"group_size": 4, "tree_branches": 1, **TREES}),
+                (
+                    {"env": [Scored, Other], "env_weights": [1.0, 1.0]},
+                    {"env": [Scored, Other], "env_weights": [1.0, 30.0]},
+                ),
+                ({"env": Scored}, {"env": [Scored, Other], "env_weights": [1.0, 30.0]}),
+                (
+                    {"env": [Scored, Other, Won], "adaptive_mixture": True},
+                    {"env": [Other, Won], "adaptive_mixture": True},
+                ),
+            ]
+        ),
         ids=["larger-groups", "smaller-groups", "trees", "weights", "an-environment-more", "another-mixture"],
     )
     def test_they_continue(self, tmp_path, before, after):
@@ -73,6 +82,7 @@ class TestTasks:
         if "env_weights" in after:
             assert sum(int((rows[keys.ENV_ID] == 1).sum()) for rows in seen[2:]) >= 12
 
+    @pytest.mark.extra
     def test_a_mixture_that_adapts_no_more_is_even_again(self, tmp_path):
         settings = {"env": [Scored, Other], "adaptive_mixture": True}
         run = trained(tmp_path, 1, **settings)
@@ -81,6 +91,7 @@ class TestTasks:
         assert run.trainer.collector.env.task_sampler.success is None
 
 
+@pytest.mark.extra
 def test_another_collector_is_one_change(tmp_path):
     """Its own settings have their defaults, and those of the one before are gone with it."""
     before = {"tree_branches": 1, "group_size": 4, **TREES}
@@ -96,6 +107,7 @@ def test_another_collector_is_one_change(tmp_path):
 
 
 @pytest.mark.parametrize("lora_r", [2, 0])
+@pytest.mark.extra
 def test_a_reference_that_is_refreshed_no_more_stays_what_it_was(tmp_path, lora_r):
     settings = {"kl_coeff": 0.1, "lora_r": lora_r, "lr_actor": 1e-3}
     run = trained(tmp_path, 3, refresh_reference=2, **settings)

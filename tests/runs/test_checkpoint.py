@@ -343,6 +343,7 @@ class TestStore:
         assert not list(store.directory.glob(".*"))
         assert store.latest() == whole
 
+    @pytest.mark.extra
     def test_weights_are_loaded_by_peft_and_transformers_alone(self, tmp_path):
         run = build_run(small_config(tmp_path, "LLMPPO", **RUN, lora_r=4, max_iterations=1))
         run.trainer.train()

@@ -58,6 +58,7 @@ class Payload:
 
 
 class TestEveryFile:
+    @pytest.mark.extra
     def test_damaged_it_is_refused_by_name(self, run, copy):
         first = run.checkpoints.checkpoints()[0]
         original = contents(copy)

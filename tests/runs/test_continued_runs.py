@@ -71,6 +71,7 @@ def success(folder, seed: int = SEED, **settings) -> float:
 
 
 @pytest.mark.parametrize("branch_share", [0.5, pytest.param(1.0, marks=pytest.mark.extra)])
+@pytest.mark.extra
 def test_learns_from_continuations_of_states(tmp_path, branch_share):
     """The first decision is paid two turns later, and there is no critic: from 0.06 to nearly all
     of the held-out episodes."""
@@ -78,6 +79,7 @@ def test_learns_from_continuations_of_states(tmp_path, branch_share):
 
 
 @pytest.mark.slow
+@pytest.mark.extra
 def test_learns_nothing_from_the_values_of_other_states(tmp_path):
     """Which answers are legal is paid at once and learned; which of the four is right, only a value
     of the right state tells."""

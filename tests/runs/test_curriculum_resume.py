@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from instances import usual
 from small_runs import small_config
 from torchrl.record import CSVLogger
 
@@ -30,7 +31,7 @@ class Curriculum(Callback):
             trainer.collector.set_curriculum(**STAGES[trainer.iteration])
 
 
-@pytest.mark.parametrize("options", [{"collector": "turn"}, {"collector": "async", "max_staleness": 1}])
+@pytest.mark.parametrize("options", usual([{"collector": "turn"}, {"collector": "async", "max_staleness": 1}]))
 def test_tasks_after_a_resume(tmp_path, options):
     settings = {
         "env_name": ["world:coins", "world:key-and-door"],

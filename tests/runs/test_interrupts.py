@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from instances import usual
 from small_runs import small_config
 from test_checkpoint import CASES, RUN, digest, scalars
 from waiting import LIMIT, a_moment
@@ -218,16 +219,18 @@ class TestTrainer:
 
     @pytest.mark.parametrize(
         ("case", "part", "name", "call"),
-        [
-            (0, "policy", "generate", 6),
-            (0, "trainer", "update", 3),
-            (0, "trainer", "evaluator", 1),
-            (0, "evaluation_env", "step", 2),
-            (0, "checkpoints", "save", 1),
-            (0, "trainer", "_log", 4),
-            (4, "replay_buffer", "extend", 4),
-            (5, "policy", "generate", 6),
-        ],
+        usual(
+            [
+                (0, "policy", "generate", 6),
+                (0, "trainer", "update", 3),
+                (0, "trainer", "evaluator", 1),
+                (0, "evaluation_env", "step", 2),
+                (0, "checkpoints", "save", 1),
+                (0, "trainer", "_log", 4),
+                (4, "replay_buffer", "extend", 4),
+                (5, "policy", "generate", 6),
+            ]
+        ),
         ids=str,
     )
     def test_it_goes_on_in_the_same_bytes(self, tmp_path, whole, case, part, name, call):
@@ -243,6 +246,7 @@ class TestTrainer:
         again.trainer.train()
         assert (digest(again), scalars(tmp_path / "cut" / "run")) == expected
 
+    @pytest.mark.extra
     def test_an_evaluation_that_is_made_up_for_is_logged_once(self, tmp_path):
         """Also if the run is killed after it, and before it is saved."""
         run = build_run(self.config(tmp_path, 0))
@@ -399,6 +403,7 @@ class TestScript:
             assert code == 0, err[-4000:]
         assert ended(tmp_path / "cut", without) == ended(tmp_path / "whole", without)
 
+    @pytest.mark.extra
     def test_alone(self, tmp_path):
         self.compare(tmp_path, "multiturn.py", [*moments(COUNT or 1, 1, "self"), "after:1:0.01:SIGINT:group"])
 

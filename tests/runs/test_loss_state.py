@@ -138,6 +138,7 @@ class TestState:
         assert kept(resumed)["scale"].tolist() == kept(whole)["scale"].tolist() != [1.0, 1.0]
         assert "begin as new" not in caplog.text
 
+    @pytest.mark.extra
     def test_so_has_an_estimator_that_is_made_after_the_run_was_built(self, tmp_path):
         def later(config, models):
             return LLMReinforceLoss(models.actor, **config.loss_options(LLMReinforceLoss))

@@ -108,6 +108,7 @@ class TestChoice:
             )
 
     @pytest.mark.parametrize(("settings", "least"), [({}, 1_024), ({"gradient_checkpointing": True}, 2_048)])
+    @pytest.mark.extra
     def test_the_number_to_give_is_the_largest_that_fits(self, smollm2, settings, least):
         config = RunSettings.from_values(model_path=smollm2, max_tokens=16_384, **settings)
         model = empty_model(config)
@@ -120,6 +121,7 @@ class TestChoice:
         assert what_to_lower(config, model, size(least)) == f"give max_tokens={least}"
         assert what_to_lower(config, model, size(1_024) - 1).startswith("lower max_model_len or num_envs")
 
+    @pytest.mark.extra
     def test_the_least_that_a_run_can_do_with_is_among_the_numbers_to_give(self, smollm2):
         config = RunSettings.from_values(model_path=smollm2, max_tokens=4_096, max_model_len=1_100)
         model = empty_model(config)
@@ -162,6 +164,7 @@ class TestRun:
         assert run.trainer.config.micro_batch_tokens == 9_999
         run.close()
 
+    @pytest.mark.extra
     def test_a_resumed_run_keeps_its_number_where_the_default_is_another(self, tmp_path):
         def trained(folder, **changes):
             run = build_run(config(tmp_path / folder, **changes))
@@ -207,6 +210,7 @@ class Pair(Distributed):
 
 class TestProcesses:
     @pytest.mark.host  # whose memory it is
+    @pytest.mark.extra
     def test_share_what_is_free_on_a_host(self, smollm2, monkeypatch, caplog):
         monkeypatch.setattr(memory, "free_memory", lambda: 8 * GIB)
         for host, warns in (("elsewhere", False), (memory.platform.node(), True)):
@@ -224,6 +228,7 @@ class TestProcesses:
 
 @pytest.mark.host  # whose memory they are about
 class TestWarnings:
+    @pytest.mark.extra
     def test_of_less_that_is_free(self, smollm2, alone, monkeypatch, caplog):
         for free, said in (
             (8 * GIB, None),

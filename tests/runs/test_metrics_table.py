@@ -48,6 +48,7 @@ def test_a_run_is_one_table_of_its_metrics(tmp_path):
     assert watch.texts[1].startswith(watch.texts[0])
 
 
+@pytest.mark.extra
 def test_a_resumed_run_has_each_iteration_once(tmp_path):
     with pytest.raises(PowerCut):
         build_run(small_config(tmp_path, max_iterations=4, **SAVED), callbacks=[Stop(3)]).trainer.train()

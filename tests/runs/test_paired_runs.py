@@ -154,6 +154,7 @@ class TestRun:
         assert (found["gained"], found["lost"], found["episodes"]) == (gained, lost, 32)
         assert json.loads((config.output.output_dir / "result.json").read_text())["paired"] == result["paired"]
 
+    @pytest.mark.extra
     def test_a_run_that_is_resumed_in_another_game_has_no_pair(self, tmp_path, caplog):
         """A policy that never changes gained 86 episodes of 128, for it got more turns."""
         config = small_config(tmp_path, save_checkpoints=True, max_iterations=1, **QUICK | {"lr_actor": 0.0})

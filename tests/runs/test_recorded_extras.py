@@ -31,6 +31,7 @@ class Regrets(Callback):
 
 
 @pytest.mark.parametrize("collector", ["turn", "async"])
+@pytest.mark.extra
 def test_they_reach_the_update_the_recordings_and_the_page(tmp_path, collector):
     regrets = Regrets()
     config = small_config(tmp_path, "GRPO", env_name="world:coins", collector=collector, max_iterations=2)

@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from instances import usual
 from small_runs import small_config, weights
 
 from torchrl_llm import keys
@@ -57,6 +58,7 @@ def names(*iterations):
     return [f"iteration-{iteration:012d}" for iteration in iterations]
 
 
+@pytest.mark.extra
 def test_first_last_and_every_few_are_kept_as_the_update_saw_them(tmp_path):
     copies = Copies()
     options = {"kl_coeff": 0.1, "epochs": 2, "minibatch_size": 4, "max_iterations": 5, "record_interval": 2}
@@ -85,7 +87,7 @@ def test_first_last_and_every_few_are_kept_as_the_update_saw_them(tmp_path):
     assert all(1 <= page.count("\n## Episode ") <= 4 for page in pages)
 
 
-@pytest.mark.parametrize("algo", ["LLMPPO", "GRPO"])
+@pytest.mark.parametrize("algo", usual(["LLMPPO", "GRPO"]))
 def test_no_number_of_a_run_changes(tmp_path, algo):
     found = []
     for interval in (0, 1):
@@ -122,7 +124,7 @@ class TestResume:
         build_run(config).trainer.train()
         return {name: path.read_bytes() for name, path in recordings(config).items()}
 
-    @pytest.mark.parametrize("stop", [1, 3, 4])
+    @pytest.mark.parametrize("stop", usual([3, 1, 4]))
     def test_nothing_is_lost_or_doubled(self, tmp_path, whole, stop):
         config = small_config(tmp_path, **self.options)
         with pytest.raises(Interrupted):
@@ -132,6 +134,7 @@ class TestResume:
         again.trainer.train()
         assert {name: path.read_bytes() for name, path in recordings(config).items()} == whole
 
+    @pytest.mark.extra
     def test_an_iteration_whose_evaluation_failed_is_kept(self, tmp_path, whole):
         class Fails(Callback):
             def on_evaluation(self, trainer, metrics):
@@ -147,6 +150,7 @@ class TestResume:
         assert set(found[names(4)[0]].missing) == {"log_prob", "entropy", "clipped"}
         assert found[names(6)[0]].missing == {}
 
+    @pytest.mark.extra
     def test_a_damaged_recording_does_not_stop_a_resume(self, tmp_path, caplog):
         config = small_config(tmp_path, **self.options | {"max_iterations": 3})
         build_run(config).trainer.train()
@@ -156,6 +160,7 @@ class TestResume:
         assert "is not a recording, or is damaged" in caplog.text
         assert names(6)[0] in recordings(config)
 
+    @pytest.mark.extra
     def test_what_comes_after_the_checkpoint_is_written_again(self, tmp_path, whole):
         config = small_config(tmp_path, **self.options | {"max_iterations": 3})
         build_run(config).trainer.train()

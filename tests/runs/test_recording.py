@@ -144,6 +144,7 @@ class TestFolder:
         return (tmp_path / "one" / "a.safetensors").stat().st_size
 
     @given(st.integers(1, 3), st.integers(2, 9), st.integers(1, 60))
+    @pytest.mark.extra
     def test_it_is_bounded_and_spread_over_the_run(self, tmp_path_factory, interval, room, iterations):
         place = tmp_path_factory.mktemp("folder")
         size = self.size(place)
@@ -157,6 +158,7 @@ class TestFolder:
         assert folder.interval % interval == 0
 
     @given(st.integers(1, 40), st.integers(0, 40), st.integers(3, 6))
+    @pytest.mark.extra
     def test_a_resumed_run_has_the_recordings_of_one_that_never_stopped(self, tmp_path_factory, stop, back, room):
         """It may have more: what was deleted to make room for what it writes again leaves room."""
         place = tmp_path_factory.mktemp("folder")

@@ -82,6 +82,7 @@ class TestTwoProcesses:
         other.close()
         assert forked(RunFolder(settings).check) == 0
 
+    @pytest.mark.extra
     def test_checkpoints_in_the_folder_of_another_run(self, tmp_path):
         first, second = config(tmp_path / "first" / "run"), config(tmp_path / "second" / "run")
         RunFolder(first).open(None, no_loggers)
@@ -112,6 +113,7 @@ class TestTwoProcesses:
         for end in reader_writer:
             os.close(end)
 
+    @pytest.mark.extra
     def test_a_forked_process_ends_and_the_lock_stays(self, tmp_path):
         settings = config(tmp_path / "run")
         folder = RunFolder(settings)

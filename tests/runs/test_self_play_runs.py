@@ -236,6 +236,7 @@ def words(folder, **options):
 
 
 @pytest.mark.slow
+@pytest.mark.extra
 def test_it_learns_to_beat_the_player_that_it_imitated(tmp_path):
     """From legal moves at random to 0.65 of 400 games against the frozen start;
     benchmarks/self_play.py has drawn seeds."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from instances import usual
 from setting_traces import (
     ADAPTERS,
     BASE,
@@ -398,10 +399,18 @@ def trace(tmp_path_factory):
 
 NAMES = [*settings_of(RunSettings)]
 ON_A_CPU = {"base_products", "deterministic", "device", "dtype", "float32_matmul_precision"}
+
+
+def tried(name):
+    """Every eighth is in ``make test``."""
+    marks = [pytest.mark.host] if name in ON_A_CPU else []
+    return pytest.param(name, marks=marks if NAMES.index(name) % 8 == 0 else [*marks, pytest.mark.extra])
+
+
 """Have another default, or another condition, on a GPU."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.host) if n in ON_A_CPU else n for n in NAMES])
+@pytest.mark.parametrize("name", map(tried, NAMES))
 def test_every_setting_has_an_effect_or_is_refused(name, trace):
     cases = LAW.get(name, [])
     assert cases, f"{name} has no entry in LAW: say what changes with it, and where it would do nothing."
@@ -428,16 +437,18 @@ def test_a_trace_is_that_of_its_settings(trace):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("weight_decay", 0.5),
-        ("adam_beta2", 0.5),
-        ("seed", 1),
-        ("lr_actor", 1e-3),
-        ("schedule", "constant"),
-        ("max_grad_norm", 0.01),
-        ("temperature", 0.7),
-        ("gamma", 0.5),
-    ],
+    usual(
+        [
+            ("weight_decay", 0.5),
+            ("adam_beta2", 0.5),
+            ("seed", 1),
+            ("lr_actor", 1e-3),
+            ("schedule", "constant"),
+            ("max_grad_norm", 0.01),
+            ("temperature", 0.7),
+            ("gamma", 0.5),
+        ]
+    ),
 )
 def test_an_accepted_change_takes_effect(name, value, trace):
     """What a checkpoint holds of the settings (optimizer, generators, tasks) gives way to the

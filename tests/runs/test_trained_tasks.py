@@ -34,6 +34,7 @@ def warm(tmp_path_factory):
 
 
 class TestTrainedShare:
+    @pytest.mark.extra
     def test_it_is_unknown_after_a_warm_start_from_transcripts_and_in_all_that_follows(self, tmp_path):
         """It was 0 %, though the conversations may be of the very tasks that are evaluated."""
         talk = [{"role": "user", "content": "Guess."}, {"role": "assistant", "content": "5"}]
@@ -66,6 +67,7 @@ class TestTrainedShare:
 
 
 class TestBesideTheWinRate:
+    @pytest.mark.extra
     def test_in_the_report_and_on_the_console(self, tmp_path):
         config, said = small_config(tmp_path, **QUICK | {"evaluation_interval": 1}), []
         result = run_and_report(config, partial(build_run, config), say=said.append)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from instances import usual
 from tensordict.nn import TensorDictModuleBase
 
 from torchrl_llm import keys
@@ -128,7 +129,7 @@ class TestAssess:
 
 
 class TestSolve:
-    @pytest.mark.parametrize(("probe", "algo"), TRIALS)
+    @pytest.mark.parametrize(("probe", "algo"), usual(TRIALS, 3))
     def test_every_algorithm_solves_every_probe(self, probe, algo):
         solution = solve(probe, ALGORITHMS[algo])
         assert solution.solved, f"{solution}. {probe.__doc__}"
@@ -245,9 +246,7 @@ CHEAP = ("the sign", "a prompt that is not seen", "a critic that is not trained"
 
 
 class TestBroken:
-    @pytest.mark.parametrize(
-        "fault", [fault if fault in CHEAP else pytest.param(fault, marks=pytest.mark.extra) for fault in BROKEN]
-    )
+    @pytest.mark.parametrize("fault", usual(BROKEN, CHEAP))
     def test_a_probe_finds(self, fault):
         probe, make_loss = BROKEN[fault]
         assert not solve(probe, make_loss).solved

@@ -117,6 +117,7 @@ class TestManyWorkers:
         assert run.busy < 0.7
 
     @pytest.mark.slow
+    @pytest.mark.extra
     def test_one_process_feeds_512(self):
         """Where conversations take a minute or so, and every slot has more than one."""
         lengths = uniform_lengths((1, 8), (100, 600))

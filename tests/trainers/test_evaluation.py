@@ -47,6 +47,7 @@ def run(tmp_path):
 
 
 class TestEvaluate:
+    @pytest.mark.extra
     def test_is_paired_and_apart_from_training(self, run):
         first, second = run.final_evaluation(), run.final_evaluation()
         assert torch.equal(first.rows[keys.TOKENS], second.rows[keys.TOKENS])

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from instances import usual
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from torchrl_llm.collectors import TurnCollector
@@ -66,7 +67,7 @@ class Sooner(probes.ConditionalAnswer):
 
 @pytest.mark.parametrize(
     ("probe", "player", "iterations"),
-    [(probes.ConditionalAnswer, copies, 20), (probes.DelayedReward, left_at_first, 30)],
+    usual([(probes.ConditionalAnswer, copies, 20), (probes.DelayedReward, left_at_first, 30)]),
     ids=["copies", "first"],
 )
 def test_a_random_model_does_what_the_player_does(probe, player, iterations):

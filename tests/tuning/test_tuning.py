@@ -104,6 +104,7 @@ class TestTrial:
             if file.is_file()
         }
 
+    @pytest.mark.extra
     def test_exploits_the_bytes_of_the_donor(self, tmp_path):
         tuning, donor, other, plain = (
             small_search(tmp_path, episodes=8),

@@ -189,6 +189,7 @@ EDITS = {
 what exports them."""
 
 
+@pytest.mark.extra
 def test_with_settings_of_its_own_it_edits_two_files(tmp_path):
     """A copy of the package is edited, and another process runs with it."""
     package = shutil.copytree(HERE.parents[1] / "torchrl_llm", tmp_path / "torchrl_llm")
