@@ -1,4 +1,5 @@
-"""examples/coding_tools.py and the model that it starts from: three tools, judged by hidden tests."""
+"""examples/coding_tools.py and the model that it starts from: three tools, judged by hidden
+tests."""
 
 import itertools
 import json
@@ -121,42 +122,48 @@ class TestEnvironment:
             metrics = rollout_metrics(collected(tokenizer, [answer, "Done."]))
             assert (metrics["data/tool_calls"], metrics["data/tool_faults"]) == (1.0, 1.0), answer
         metrics = rollout_metrics(collected(tokenizer, [ask, *[maker.ask(0, 1, 2)] * 2, "Done."]))
-        assert (metrics["data/tool_calls"], metrics["data/tool_faults"]) == (7.0, 1.0)  # beyond the most calls
+        # beyond the most calls
+        assert (metrics["data/tool_calls"], metrics["data/tool_faults"]) == (7.0, 1.0)
+
+
+def answers_in(ids, mask):
+    """The ids of each answer: of each run of the mask."""
+    runs = itertools.groupby(zip(ids, mask, strict=True), key=lambda each: each[1])
+    return [[token for token, _ in run] for learned, run in runs if learned]
+
+
+def messages_of(ids, answers, formatter):
+    """An episode as messages: answers with their calls, and what stands between them."""
+    parts = formatter.tokenizer.decode(ids).split("<|im_start|>")[2:]
+    others = [part.removesuffix("<|im_end|>\n").split("\n", 1) for part in parts if not part.startswith("assistant")]
+    others = iter([{"role": role, "content": content} for role, content in others])
+    messages = [next(others)]
+    for answer in answers:
+        response = formatter.decode(answer)
+        calls = [{"type": "function", "function": each._asdict()} for each in response.calls]
+        messages.append({"role": "assistant", "content": "" if calls else str(response), "tool_calls": calls})
+        messages += itertools.islice(others, max(1, len(calls)))
+    assert next(others, None) is None
+    return messages
 
 
 class TestModel:
     def test_what_is_cloned_is_what_the_template_renders(self, tokenizer):
-        """Token for token, with calls and results as messages; and all that the player says is
-        learned."""
-        player, formatter = (
-            maker.forgetful(0.5, random.Random(0)),
-            ChatFormatter(tokenizer, tools=coding_tools.CODING.tools),
-        )
-        rows = one(maker.episodes(tokenizer, player, games=64, batches=1, seed=0))
-        kinds = set()
-        for row in rows:
-            ids, said = (
-                row[keys.TOKENS][row[keys.ATTENTION_MASK]].tolist(),
-                row[keys.TURN_IDS][row[keys.ATTENTION_MASK]],
-            )
-            answers = [row[keys.TOKENS][row[keys.TURN_IDS] == turn].tolist() for turn in range(int(said.max()) + 1)]
-            messages, env = (
-                [{"role": "user", "content": "Write the hidden function."}],
-                iter(texts_after(tokenizer, ids)),
-            )
-            for answer in answers:
-                calls = formatter.decode(answer).calls
-                kinds.update(each.name for each in calls)
-                made = [{"type": "function", "function": each._asdict()} for each in calls]
-                messages.append({"role": "assistant", "content": "" if calls else "Done.", "tool_calls": made})
-                messages += [{"role": "tool", "content": next(env)} for _ in calls]
-            messages.append({"role": "user", "content": next(env)})
-            rendered = tokenizer.apply_chat_template(
-                messages, tools=[*formatter.tools], tokenize=False, add_generation_prompt=True
-            )
-            assert tokenizer.decode(ids) == rendered
-            assert ids == tokenizer.encode(rendered, add_special_tokens=False)
-            assert next(env, None) is None
+        """Token for token, with calls and results as messages; and all answers are learned, to
+        their ends."""
+        formatter, kinds = ChatFormatter(tokenizer, tools=coding_tools.CODING.tools), set()
+        for ids, mask in maker.examples(tokenizer, Recipe(careful_steps=1, forgetful_steps=1, games=64), seed=0):
+            for row, learned in zip(ids, mask, strict=True):
+                tokens = row[row != tokenizer.pad_token_id].tolist()
+                answers = answers_in(row.tolist(), learned.tolist())
+                messages = messages_of(tokens, answers, formatter)
+                rendered = tokenizer.apply_chat_template(
+                    messages, tools=[*formatter.tools], tokenize=False, add_generation_prompt=True
+                )
+                assert tokens == tokenizer.encode(rendered, add_special_tokens=False)
+                assert len(answers) == rendered.count("assistant\n") - 1
+                assert all(answer[-1] == tokenizer.eos_token_id for answer in answers)
+                kinds |= {call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
         assert kinds == {"ask", "write", "run"}
 
     def test_the_forgetful_player_fails_about_half_of_the_time(self, tokenizer):
@@ -178,12 +185,6 @@ class TestModel:
         assert first.config.vocab_size == len(words)
         pairs = zip(first.parameters(), second.parameters(), strict=True)
         assert all((one == other).all() for one, other in pairs)
-
-
-def texts_after(tokenizer, ids):
-    """The messages behind the first, by the tool or the environment."""
-    parts = tokenizer.decode(ids).split("<|im_start|>")[3:]
-    return [part.partition("\n")[2].removesuffix("<|im_end|>\n") for part in parts if not part.startswith("assistant")]
 
 
 class TestScript:

@@ -23,7 +23,8 @@ from torchrl_llm.utils.options import ConfigError
 FAULTS, CALLS = keys.TOOL_FAULTS[-1], keys.TOOL_CALLS[-1]
 
 Tools = Sequence[Tool] | Callable[[], Sequence[Tool]] | Callable[[Any], Sequence[Tool]]
-"""Tools, or a function that makes them; it may take the environment, whose methods are tools then."""
+"""Tools, or a function that makes them; it may take the environment, whose methods are tools
+then."""
 
 ToolParser = Callable[[str], Mapping[str, Any]]
 """From an answer to its ``"calls"``, each with ``tool`` and ``args``: TorchRL's
