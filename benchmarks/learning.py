@@ -12,7 +12,8 @@ after training, and used for nothing else: no evaluation stops the run or select
 
 ``--world`` trains in another world (:mod:`torchrl_llm.testing.worlds`), whose best success rate is
 known, with the same settings; only the number of turns is scaled (:data:`TURNS`). The model that it
-starts from is made once, in ``runs/worlds`` (``benchmarks/small_models/make_worlds.py``).
+starts from is made once, in ``runs/worlds`` (``benchmarks/small_models/make_worlds.py``). With
+``--world coding-tools`` it is ``examples/coding_tools.py`` that runs, with its own settings.
 
 ``--seeds N`` trains with N seeds for each algorithm (``--algo``: for this one), each in a process
 of its own, ``--jobs`` at a time, and writes the distribution over seeds: ``summary.md``,
@@ -53,6 +54,8 @@ TURNS = {"guess": 3, "coins": 10, "key-and-door": 8}
 """``max_steps`` counts turns and is scaled by these. A game of guess has 3 turns, so a run plays as
 many games of key-and-door (10 turns) as of guess, less a fifth. One of coins has 5: it plays twice
 as many, for the last 4 % of its tasks are learned last."""
+CODING = "coding-tools"
+"""What ``examples/coding_tools.py`` trains in, with settings of its own."""
 
 
 # ---------------------------------------- seeds
@@ -171,6 +174,10 @@ def draw(results: dict[str, list[dict]], path: Path) -> None:
 
 def make_model(world: str) -> Path:
     """The folder of the model that a world starts from, made if it is missing."""
+    if world == CODING:
+        import coding_tools
+
+        return coding_tools.small_model()
     folder = Path("runs/worlds") / world
     if not folder.exists():
         # Renamed when it is complete: a run that is stopped here leaves nothing that looks
@@ -188,19 +195,20 @@ def world_overrides(world: str, config: Path) -> list[str]:
     if world == "guess":
         return []
     folder = make_model(world)
+    model = [f"--model-path={folder / 'model'}", f"--tokenizer-path={folder / 'tokenizer'}"]
+    if world == CODING:
+        return model
     max_steps = yaml.safe_load(config.read_text())["trainer"]["max_steps"] * TURNS[world] // TURNS["guess"]
-    return [
-        f"--model-path={folder / 'model'}",
-        f"--tokenizer-path={folder / 'tokenizer'}",
-        f"--env-name=world:{world}",
-        f"--max-steps={max_steps}",
-    ]
+    return [*model, f"--env-name=world:{world}", f"--max-steps={max_steps}"]
 
 
 def optimum_of(world: str) -> float | None:
-    """The best success rate of a world, by dynamic programming; ``None``: it is not known here."""
+    """The best success rate of a world, by dynamic programming, or a player that always succeeds;
+    ``None``: it is not known here."""
     if world == "guess":
         return None
+    if world == CODING:
+        return 1.0
     from torchrl_llm.testing.worlds import OPTIMA
 
     return OPTIMA[world]()
@@ -291,7 +299,7 @@ def write_summary(results: dict[str, list[dict]], output: Path, *, optimum: floa
     summaries = {algo: summarize(runs) for algo, runs in results.items()}
     text, best = table(summaries), {}
     if optimum is not None:
-        text += f"\nThe best policy succeeds in {optimum:.3f} of the episodes (exact, by dynamic programming).\n"
+        text += f"\nThe best policy succeeds in {optimum:.3f} of the episodes.\n"
         best = {"optimum": optimum}
     (output / "summary.json").write_text(json.dumps(summaries | best, indent=2) + "\n")
     (output / "summary.md").write_text(text)
@@ -303,10 +311,12 @@ def settings(algo: str, world: str, seed: int, output: Path, overrides: list[str
     """The settings of one run."""
     from torchrl_llm.runs import parse_settings
 
-    path = ROOT / "examples" / "configs" / f"{CONFIGS[algo]}.yaml"
+    name = "tiny_coding_tools" if world == CODING else CONFIGS[algo]
+    path = ROOT / "examples" / "configs" / f"{name}.yaml"
     return parse_settings(
         [
             f"--config={path}",
+            f"--algo={algo}",
             f"--seed={seed}",
             f"--output-dir={output}",
             "--evaluation-interval=0",
@@ -319,20 +329,24 @@ def settings(algo: str, world: str, seed: int, output: Path, overrides: list[str
 
 def train_one(arguments: argparse.Namespace, overrides: list[str]) -> None:
     """Train with one seed, and write ``result.json``."""
-    import multiturn  # not needed by the process that only starts others
+    # not needed by the process that only starts others
+    if arguments.world == CODING:
+        import coding_tools as script
+    else:
+        import multiturn as script
 
     # A folder of its own for a world: benchmarks/report.py reads all results directly below
     # runs/learning as one table.
     folder = Path("runs/learning") / ("" if arguments.world == "guess" else arguments.world)
     output = arguments.output_dir or folder / f"{arguments.algo}-{arguments.seed}"
-    multiturn.main(settings(arguments.algo, arguments.world, arguments.seed, output, overrides))
+    script.main(settings(arguments.algo, arguments.world, arguments.seed, output, overrides))
 
 
 def main() -> None:
     """Train with one seed, or with many."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algo", choices=list(CONFIGS), help="needed for one seed; default of --seeds: all three")
-    parser.add_argument("--world", choices=list(TURNS), default="guess", help="what is learned; default guess")
+    parser.add_argument("--world", choices=[*TURNS, CODING], default="guess", help="what is learned; default guess")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, help="train with this many drawn seeds")
     parser.add_argument("--draw", default="final-2", help="the text that the seeds are drawn from")

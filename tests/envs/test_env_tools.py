@@ -391,6 +391,49 @@ class TestToolEnv:
             env.reset(seed=0)
             assert env.step(said(ToolCall("note", {"text": "x"})))[0] == "1 notes"
 
+    def test_they_may_be_methods_of_the_environment(self):
+        made = []
+
+        class Box(StopOrGo):
+            closed = False
+
+            def __init__(self):
+                super().__init__()
+                self.inside = 0
+                made.append(self)
+
+            def reset(self, seed=None):
+                self.inside = seed
+                return super().reset(seed=seed)
+
+            def look(self) -> int:
+                """Look into the box."""
+                return self.inside
+
+            def close(self):
+                self.closed = True
+
+        spec = with_tools(Box, lambda box: [box.look, Notes()])
+        assert [each.closed for each in made] == [True]  # the one that was made for the schemas
+        assert [schema["function"]["name"] for schema in spec.tools] == ["look", "note"]
+        first, second = spec.make(), spec.make()
+        for seed in (3, 4):
+            first.reset(seed=seed)
+            second.reset(seed=7)
+            calls = said(ToolCall("look", {}), ToolCall("note", {"text": "x"}))
+            assert first.step(calls)[0] == f"look: {seed}\nnote: 1 notes"
+            assert second.step(said(ToolCall("look", {})))[0] == "7"
+
+    def test_a_schema_is_read_once(self, monkeypatch):
+        def once() -> int:
+            """Count."""
+            return 1
+
+        (first,) = tool_schemas([once])
+        monkeypatch.setattr("torchrl_llm.envs.tools.get_json_schema", None)
+        first["function"]["name"] = "another"
+        assert tool_schemas([once])[0]["function"]["name"] == "once"
+
     def test_they_are_thread_safe_if_all_are(self):
         class Safe(StopOrGo):
             thread_safe = True

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import make_tool_caller
 import make_worlds
 import pytest
 import torch
@@ -104,6 +105,20 @@ class TestBenchmarks:
         monkeypatch.setattr(sys, "argv", ["learning.py", *arguments, "--lr-actor=0.1"])
         with pytest.raises(SystemExit, match=r"other settings: lr_actor was 0.0015, is 0.1. Give another --output-dir"):
             script.main()
+
+    def test_learning_with_tools(self, load, tmp_path, monkeypatch):
+        """The example's settings, whatever the algorithm, and its tools."""
+        script, recipe = load("learning"), make_worlds.Recipe(careful_steps=25, forgetful_steps=0, warmup=5)
+        monkeypatch.chdir(tmp_path)
+        make_worlds.save(*make_tool_caller.make(seed=0, recipe=recipe), tmp_path / "runs" / "tool_caller")
+        monkeypatch.setattr(sys, "argv", ["learning.py", "--world=coding-tools", "--algo=LLMREINFORCE", *QUICK])
+        script.main()
+        out = tmp_path / "runs" / "learning" / "coding-tools" / "LLMREINFORCE-0"
+        result = json.loads((out / "result.json").read_text())
+        assert (result["algo"], result["env_name"], result["iterations"]) == ("LLMREINFORCE", "coding-tools", 2)
+        assert "\ntarget_kl: 0.01" in (out / "config.yaml").read_text().replace("  ", "")
+        assert script.optimum_of("coding-tools") == 1.0
+        assert "<tool_call>" in (out / "episodes.md").read_text()
 
     def test_an_interrupted_run_of_learning_begins_again(self, load, tmp_path):
         script = load("learning")

@@ -22,6 +22,10 @@ from torchrl_llm.utils.options import ConfigError
 
 FAULTS, CALLS = keys.TOOL_FAULTS[-1], keys.TOOL_CALLS[-1]
 
+Tools = Sequence[Tool] | Callable[[], Sequence[Tool]] | Callable[[Any], Sequence[Tool]]
+"""Tools, or a function that makes them; it may take the environment, whose methods are tools
+then."""
+
 ToolParser = Callable[[str], Mapping[str, Any]]
 """From an answer to its ``"calls"``, each with ``tool`` and ``args``: TorchRL's
 ``LLMToolParser``."""
@@ -46,7 +50,8 @@ class ToolEnv:
         env: the environment.
         tools: functions, objects with tools (:class:`~torchrl_llm.envs.ToolSet`), or
             TorchRL's ``ToolService``; or, for tools with a state, a function that makes them, again
-            for each episode unless they have ``reset()``.
+            for each episode unless they have ``reset()``. The function may take the environment,
+            whose methods are tools then.
         max_calls: the most calls in an episode. Default: any number.
         extras: that the environment declares. Default: its attribute.
         parser: reads the calls in an answer, such as TorchRL's ``XMLBlockParser``
@@ -79,7 +84,7 @@ class ToolEnv:
     def __init__(
         self,
         env: Any,
-        tools: Sequence[Tool] | Callable[[], Sequence[Tool]],
+        tools: Tools,
         *,
         max_calls: int | None = None,
         parser: ToolParser | None = None,
@@ -89,7 +94,7 @@ class ToolEnv:
             raise ConfigError(f"ToolEnv: max_calls is {max_calls!r}; expected at least 1.")
         self.env, self.max_calls, self._left, self._parser = env, max_calls, max_calls, parser
         self._make = tools if callable(tools) else None
-        self._take(_made(tools))
+        self._take(_made(tools, lambda: env))
         own = getattr(env, "extras", None) if extras is None else extras
         self._own = dict(own) if isinstance(own, Mapping) else {}
         self.extras = {**self._own, **_counted(parser)}
@@ -118,7 +123,7 @@ class ToolEnv:
             for tool in self._tools:
                 if hasattr(tool, "close"):
                     tool.close()
-            self._take(_made(self._make))
+            self._take(_made(self._make, lambda: self.env))
         for tool in self._tools:
             if hasattr(tool, "reset"):
                 tool.reset()
@@ -170,7 +175,7 @@ def _parsed(parser: ToolParser, action: str) -> list[ToolCall | BadCall]:
 
 def with_tools(
     env: EnvSource,
-    tools: Sequence[Tool] | Callable[[], Sequence[Tool]],
+    tools: Tools,
     *,
     max_calls: int | None = None,
     parser: ToolParser | None = None,
@@ -179,7 +184,8 @@ def with_tools(
 
     Args:
         env: an id, a factory or a spec.
-        tools: see :class:`ToolEnv`; a function that makes them, if they have a state.
+        tools: see :class:`ToolEnv`; a function that makes them, if they have a state. One that
+            takes the environment gets one that was made for the schemas first, and not reset.
         max_calls, parser: see :class:`ToolEnv`. With a parser the template does not show the tools:
             the first message has to say how they are called.
 
@@ -201,11 +207,17 @@ def with_tools(
     if spec.tools:
         raise ConfigError(f"The environment {spec.name!r} has tools already: give it all of them at once.")
     tools = tuple(tools) if isinstance(tools, Iterator) else tools
-    made = _made(tools)
+    opened: list[Any] = []  # for the schemas
+
+    def make_env() -> Any:
+        opened.append(spec.make())
+        return opened[0]
+
+    made = _made(tools, make_env)
     schemas = tool_schemas(made)
-    for tool in made if callable(tools) else ():
-        if hasattr(tool, "close"):  # it was made for its schemas
-            tool.close()
+    for each in (*made, *opened) if callable(tools) else ():
+        if hasattr(each, "close"):
+            each.close()
     names = tuple(schema["function"]["name"] for schema in schemas)
     make = ToolEnvMaker(spec.make, tools, max_calls, parser, spec.extras, names)
     extras = {**spec.extras, **_counted(parser)}
@@ -217,18 +229,21 @@ def _counted(parser: ToolParser | None) -> dict[str, type[float]]:
     return {FAULTS: float} if parser is None else {FAULTS: float, CALLS: float}
 
 
-def _made(tools: Any) -> Sequence[Tool]:
-    """The tools, which a function may make."""
+def _made(tools: Any, env: Callable[[], Any]) -> Sequence[Tool]:
+    """The tools, which a function may make, from the environment if it takes that."""
     if not callable(tools):
         return tuple(tools) if isinstance(tools, Iterator) else tools
-    if any(
-        each.default is each.empty and each.kind is not each.VAR_POSITIONAL and each.kind is not each.VAR_KEYWORD
+    needed = [
+        each.kind
         for each in inspect.signature(tools).parameters.values()
-    ):
+        if each.default is each.empty and each.kind is not each.VAR_POSITIONAL and each.kind is not each.VAR_KEYWORD
+    ]
+    if len(needed) > 1 or inspect.Parameter.KEYWORD_ONLY in needed:
         raise ConfigError(
-            f"The tools are {tools!r:.80}; expected a list of tools, or a function without arguments that makes one."
+            f"The tools are {tools!r:.80}; expected a list of tools, or a function without arguments that makes one, or of the "
+            "environment alone."
         )
-    return cast(Sequence[Tool], tools())
+    return cast(Sequence[Tool], tools(env()) if needed else tools())
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 from transformers.utils import get_json_schema
 
@@ -121,7 +123,18 @@ def _check_parameters(function: Callable[..., Any]) -> None:
             )
 
 
+# Tools with a state are made again in each episode, and the docstring of a method is read slowly.
+_known: WeakKeyDictionary[Any, Schema] = WeakKeyDictionary()
+
+
 def _schema_of_function(function: Callable[..., Any]) -> Schema:
+    written = getattr(function, "__func__", function)
+    if written not in _known:
+        _known[written] = _read_schema(function)
+    return deepcopy(_known[written])
+
+
+def _read_schema(function: Callable[..., Any]) -> Schema:
     _check_parameters(function)
     try:
         return dict(get_json_schema(function))
