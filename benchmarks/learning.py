@@ -49,7 +49,7 @@ TIMEOUT = 3600.0
 """Seconds of one run of ``--seeds``; one takes 2 to 15 minutes."""
 WINDOW = 5
 """Batches of a moving mean of the win rate."""
-TURNS = {"guess": 3, "coins": 10, "key-and-door": 8}
+TURNS = {"guess": 3, "coins": 10, "key-and-door": 8, "tally": 2}
 """``max_steps`` counts turns and is scaled by these. A game of guess has 3 turns, so a run plays as
 many games of key-and-door (10 turns) as of guess, less a fifth. One of coins has 5: it plays twice
 as many, for the last 4 % of its tasks are learned last."""
