@@ -173,7 +173,7 @@ def main() -> None:
 def write_learning(folder: Path) -> None:
     """Plot and tables of what ``learning.py --seeds`` wrote to ``folder``: of the README's game, or
     of the world in its name."""
-    world = next((world for world in ("-coins", "-key-and-door") if folder.name.endswith(world)), "")
+    world = next((world for world in ("-coins", "-key-and-door", "-tally") if folder.name.endswith(world)), "")
     figures, seeds = (folder / "summary.md").read_text().split("\n\n")[:2]
     shutil.copy(folder / "learning.png", RESULTS / f"learning{world}.png")
     shutil.copy(folder / "runs.json", RESULTS / "data" / f"{folder.name}.json")
