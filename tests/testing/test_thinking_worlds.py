@@ -184,6 +184,12 @@ class TestMaker:
         assert shown == [*thinking, "1 <|im_end|>", "2 <|im_end|>"]
         assert [tokenizer.decode(row).count("<think> </think>") for row in ids] == [0, 0, 1, 1]
 
+    def test_it_can_clone_contexts_that_keep_thoughts(self, tokenizer):
+        texts = ["plus", "<think> 1 </think> 1", "plus", "<think> 2 </think> 2", "over"]
+        ids, mask = maker.with_and_without_thoughts(tokenizer, "append")([texts])
+        shown = tokenizer.decode(ids[1, : mask[1].int().argmax()])
+        assert shown.count("<think> 1 </think> 1") == 1
+
     def test_players(self):
         """One that never slips wins; one that always slips is legal, thinks half of the time, and
         is right now and then."""
