@@ -12,8 +12,10 @@ after training, and used for nothing else: no evaluation stops the run or select
 
 ``--world`` trains in another world (:mod:`torchrl_llm.testing.worlds`), whose best success rate is
 known, with the same settings; only the number of turns is scaled (:data:`TURNS`). The model that it
-starts from is made once, in ``runs/worlds`` (``benchmarks/small_models/make_worlds.py``). With
-``--world coding-tools`` it is ``examples/coding_tools.py`` that runs, with its own settings.
+starts from is made once, in ``runs/worlds`` (``benchmarks/small_models/make_worlds.py``). The model
+of ``tally`` thinks; other settings behind these flags, such as ``--contexts append``, show what
+that is worth. With ``--world coding-tools`` it is ``examples/coding_tools.py`` that runs, with its
+own settings.
 
 ``--seeds N`` trains with N seeds for each algorithm (``--algo``: for this one), each in a process
 of its own, ``--jobs`` at a time, and writes the distribution over seeds: ``summary.md``,
@@ -50,10 +52,11 @@ TIMEOUT = 3600.0
 """Seconds of one run of ``--seeds``; one takes 2 to 15 minutes."""
 WINDOW = 5
 """Batches of a moving mean of the win rate."""
-TURNS = {"guess": 3, "coins": 10, "key-and-door": 8}
+TURNS = {"guess": 3, "coins": 10, "key-and-door": 8, "tally": 2}
 """``max_steps`` counts turns and is scaled by these. A game of guess has 3 turns, so a run plays as
 many games of key-and-door (10 turns) as of guess, less a fifth. One of coins has 5: it plays twice
-as many, for the last 4 % of its tasks are learned last."""
+as many, for the last 4 % of its tasks are learned last. One of tally has 4, of 8 tokens each: half
+as many games are enough."""
 CODING = "coding-tools"
 """What ``examples/coding_tools.py`` trains in, with settings of its own."""
 

@@ -173,7 +173,8 @@ def main() -> None:
 def write_learning(folder: Path) -> None:
     """Plot and tables of what ``learning.py --seeds`` wrote to ``folder``: of the README's game, or
     of the world in its name."""
-    world = next((world for world in ("-coins", "-key-and-door", "-coding-tools") if folder.name.endswith(world)), "")
+    names = ("coins", "key-and-door", "tally", "coding-tools")
+    world = next((f"-{world}" for world in names if folder.name.endswith(f"-{world}")), "")
     figures, seeds = (folder / "summary.md").read_text().split("\n\n")[:2]
     shutil.copy(folder / "learning.png", RESULTS / f"learning{world}.png")
     shutil.copy(folder / "runs.json", RESULTS / "data" / f"{folder.name}.json")

@@ -151,7 +151,7 @@ PACKAGES = {
     "cli": (),
     "testing": (
         *("credit_worlds", "enumerable", "environments", "policies", "pretended_gpu", "pretended_gpu_plugin", "probes", "simulation", "take_away"),
-        *("tabular", "tiny", "tokenizers", "worlds"),
+        *("tabular", "thinking_worlds", "tiny", "tokenizers", "worlds"),
     ),
 }
 """Each package of the library, and its modules that are documented by themselves."""

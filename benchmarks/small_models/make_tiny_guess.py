@@ -256,9 +256,12 @@ def batches(
 def collate(games: list[list[str]], formatter: ChatFormatter) -> tuple[Tensor, Tensor]:
     """A batch of games: ids ``[games, L]`` int64, right-padded, and action mask ``[games, L]``
     bool."""
-    rows = [render(texts, formatter) for texts in games]
+    return stack([render(texts, formatter) for texts in games], formatter.tokenizer.pad_token_id)
+
+
+def stack(rows: list[tuple[list[int], list[bool]]], pad: int) -> tuple[Tensor, Tensor]:
+    """Ids and action masks of rows, right-padded."""
     width = max(len(ids) for ids, _ in rows)
-    pad = formatter.tokenizer.pad_token_id
     return (
         torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in rows]),
         torch.tensor([mask + [False] * (width - len(mask)) for _, mask in rows]),

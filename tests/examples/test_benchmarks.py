@@ -134,6 +134,7 @@ class TestBenchmarks:
         assert script.world_overrides("guess", config) == []
         assert "--max-steps=200000" in script.world_overrides("coins", config)
         assert "--max-steps=160000" in script.world_overrides("key-and-door", config)
+        assert "--max-steps=40000" in script.world_overrides("tally", config)
 
     @pytest.mark.extra
     def test_the_page_on_memory_has_the_estimates(self, load):

@@ -8,8 +8,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from torchrl_llm.envs.chat import CHATML
+from torchrl_llm.envs.response import THINKING
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+THINKING_CHATML = (
+    CHATML.replace("message['content']", "message['content'].split('</think>')[-1].lstrip('\\n')")
+    + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+)
+"""ChatML that shows thinking as Qwen3's template does: that of earlier answers is dropped, and with
+``enable_thinking=False`` the prompt has an empty thought."""
 
 
 def byte_tokenizer(
@@ -59,7 +67,7 @@ def byte_tokenizer(
     )
 
 
-def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+def word_tokenizer(words: Sequence[str], *, thinks: bool = False) -> PreTrainedTokenizerFast:
     """Make a tokenizer whose tokens are whole words, for models of a tiny vocabulary.
 
     Ids 0, 1, 2 are ``<|endoftext|>`` (padding), ``<|im_start|>`` and ``<|im_end|>`` (EOS), 3 and 4
@@ -71,12 +79,15 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
     Args:
         words: all other words that occur in messages and responses; distinct, without white space.
+        thinks: whether it is a tokenizer of a model that thinks. Then ``<think>``, ``</think>`` and
+            ``<unk>``, for any other word, follow the words, and the template is
+            :data:`THINKING_CHATML`. Default ``False``.
 
     Returns:
-        A tokenizer with ``5 + len(words)`` tokens. It raises (a bare ``Exception``, from the
-        tokenizers library) on a text with any other word. Nor can it spell the control tokens as
-        text: an environment that repeats what was written, as many games do, needs
-        :func:`byte_tokenizer`.
+        A tokenizer with ``5 + len(words)`` tokens, and three more if it ``thinks``; if not, it
+        raises (a bare ``Exception``, from the tokenizers library) on a text with any other word.
+        Nor can it spell the control tokens as text: an environment that repeats what was written,
+        as many games do, needs :func:`byte_tokenizer`.
 
     Raises:
         ValueError: ``words`` holds a word twice, one of the five tokens above, or something that is
@@ -88,18 +99,24 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
         ['<|im_start|>', 'user', 'left', 'right', '<|im_end|>']
         >>> tokenizer.decode([6, 5])
         'right left'
+        >>> word_tokenizer(["4"], thinks=True).decode([6, 5, 7, 5])
+        '<think> 4 </think> 4'
     """
-    tokens = [*SPECIAL_TOKENS, "user", "assistant", *words]
+    # Formatters try a template that drops thinking with texts of their own, so any word is encoded.
+    own = [*THINKING, "<unk>"] if thinks else []
+    tokens = [*SPECIAL_TOKENS, "user", "assistant", *words, *own]
     wrong = [word for word in words if word.split() != [word] or tokens.count(word) > 1]
     if wrong:
         raise ValueError(f"words holds {wrong}; expected distinct words without white space that are not {tokens[:5]}.")
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # not special, as in Qwen3: they are a part of answers
+    backend.add_tokens([AddedToken(token, normalized=False) for token in own[:2]])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         additional_special_tokens=["<|im_start|>"],
         clean_up_tokenization_spaces=False,
-        chat_template=CHATML,
+        chat_template=THINKING_CHATML if thinks else CHATML,
     )

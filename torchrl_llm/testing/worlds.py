@@ -26,6 +26,7 @@ from torchrl_llm.envs.text_env import UnknownEnvironmentError
 from torchrl_llm.testing.credit_worlds import CREDIT_WORLDS
 from torchrl_llm.testing.tabular import ILLEGAL_REWARD, Step
 from torchrl_llm.testing.take_away import TakeAway
+from torchrl_llm.testing.thinking_worlds import Tally, tally_optimum
 
 # ---------------------------------------- coins
 
@@ -414,10 +415,15 @@ def key_and_door_optimum(world: KeyAndDoor | None = None) -> float:
 # ---------------------------------------- ids
 
 
-WORLDS: dict[str, Any] = {"coins": Coins, "key-and-door": KeyAndDoor}
-"""The worlds of this module by the names of their ids."""
+WORLDS: dict[str, Any] = {"coins": Coins, "key-and-door": KeyAndDoor, "tally": Tally}
+"""The worlds of this module and :class:`~torchrl_llm.testing.thinking_worlds.Tally` by the names of
+their ids."""
 
-OPTIMA: dict[str, Callable[[], float]] = {"coins": coins_optimum, "key-and-door": key_and_door_optimum}
+OPTIMA: dict[str, Callable[[], float]] = {
+    "coins": coins_optimum,
+    "key-and-door": key_and_door_optimum,
+    "tally": tally_optimum,
+}
 """The functions of their best success rates."""
 
 
