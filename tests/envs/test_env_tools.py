@@ -424,15 +424,26 @@ class TestToolEnv:
             assert first.step(calls)[0] == f"look: {seed}\nnote: 1 notes"
             assert second.step(said(ToolCall("look", {})))[0] == "7"
 
-    def test_a_schema_is_read_once(self, monkeypatch):
-        def once() -> int:
-            """Count."""
-            return 1
+    def test_a_method_without_its_object_is_none(self):
+        class Box:
+            def look(self) -> int:
+                """Look into the box."""
+                return 1
 
-        (first,) = tool_schemas([once])
+        assert tool_schemas([Box().look])
+        with pytest.raises(ConfigError, match="look' is a method without its object"):
+            tool_schemas([Box.look])
+
+    def test_the_schema_of_a_method_is_read_once(self, monkeypatch):
+        class Counter:
+            def once(self) -> int:
+                """Count."""
+                return 1
+
+        (first,) = tool_schemas([Counter().once])
         monkeypatch.setattr("torchrl_llm.envs.tools.get_json_schema", None)
         first["function"]["name"] = "another"
-        assert tool_schemas([once])[0]["function"]["name"] == "once"
+        assert tool_schemas([Counter().once])[0]["function"]["name"] == "once"
 
     def test_they_are_thread_safe_if_all_are(self):
         class Safe(StopOrGo):

@@ -113,8 +113,13 @@ _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", 
 
 
 def _check_parameters(function: Callable[..., Any]) -> None:
-    """Refuse what calls cannot give: arguments by position, and members of an ``Enum``."""
+    """Refuse what calls cannot give: arguments by position, members of an ``Enum``, and ``self``."""
     for name, each in inspect.signature(function, eval_str=False).parameters.items():
+        if name == "self":
+            raise ConfigError(
+                f"The tool {function.__qualname__!r} is a method without its object: give the method of an object, which "
+                "with_tools(Env, lambda env: [env.method]) takes from the environment."
+            )
         is_enum = isinstance(each.annotation, type) and issubclass(each.annotation, Enum)
         if each.kind is each.POSITIONAL_ONLY or is_enum:
             raise ConfigError(
@@ -124,14 +129,16 @@ def _check_parameters(function: Callable[..., Any]) -> None:
 
 
 # Tools with a state are made again in each episode, and the docstring of a method is read slowly.
-_known: WeakKeyDictionary[Any, Schema] = WeakKeyDictionary()
+_of_methods: WeakKeyDictionary[Any, Schema] = WeakKeyDictionary()
 
 
 def _schema_of_function(function: Callable[..., Any]) -> Schema:
-    written = getattr(function, "__func__", function)
-    if written not in _known:
-        _known[written] = _read_schema(function)
-    return deepcopy(_known[written])
+    # The same function has another schema where it is not a method: it takes self.
+    if not inspect.ismethod(function):
+        return _read_schema(function)
+    if function.__func__ not in _of_methods:
+        _of_methods[function.__func__] = _read_schema(function)
+    return deepcopy(_of_methods[function.__func__])
 
 
 def _read_schema(function: Callable[..., Any]) -> Schema:
