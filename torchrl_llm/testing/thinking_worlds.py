@@ -22,8 +22,9 @@ class Tally:
     stays in the history, so no earlier thought is needed. The changes are ``plus`` (1 more, and 0
     after 9), ``triple`` (the last digit of three times as much) and ``mirror`` (9 less the digit).
     With the digit before and after each of them written, ``<think> 0 1 3 6 7 </think> 7``, each
-    token follows from the one before it and one change. Without, a model has to do all changes in one forward pass, and
-    their order matters: who only counts them is right in 0.37 of the turns at best.
+    token follows from the one before it and one change. Without, a model has to do all changes in
+    one forward pass, and their order matters: who only counts them is right in 0.37 of the turns at
+    best.
 
     A right answer pays ``1 / rounds``. An illegal answer, which is anything else than a digit
     behind the thinking, pays -0.1 and leaves the digit as it is. The episode ends after all rounds,
