@@ -55,7 +55,7 @@ WINDOW = 5
 TURNS = {"guess": 3, "coins": 10, "key-and-door": 8, "tally": 2}
 """``max_steps`` counts turns and is scaled by these. A game of guess has 3 turns, so a run plays as
 many games of key-and-door (10 turns) as of guess, less a fifth. One of coins has 5: it plays twice
-as many, for the last 4 % of its tasks are learned last. One of tally has 4, of 8 tokens each: half
+as many, for the last 4 % of its tasks are learned last. One of tally has 4, of 9 tokens each: half
 as many games are enough."""
 CODING = "coding-tools"
 """What ``examples/coding_tools.py`` trains in, with settings of its own."""

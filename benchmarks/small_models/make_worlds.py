@@ -88,7 +88,7 @@ def tally_player(forget: float) -> Player:
             return rng.choice(Tally.ANSWERS)
         start, changes = Tally.read(texts)
         changes[rng.randrange(len(changes))] = rng.choice([*Tally.CHANGES])
-        return with_thought(digits(start, changes))
+        return with_thought([start, *digits(start, changes)])
 
     return respond
 

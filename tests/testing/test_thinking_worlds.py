@@ -204,7 +204,7 @@ class TestMaker:
         assert sum(sum(rewards) for _, rewards, _ in played) / 100 == pytest.approx(0.25, abs=0.08)
 
     def test_a_thought_ends_in_its_answer(self):
-        assert with_thought(digits(3, ["mirror", "plus"])) == "<think> 6 7 </think> 7"
+        assert with_thought([3, *digits(3, ["mirror", "plus"])]) == "<think> 3 6 7 </think> 7"
 
     def test_same_seed_same_model(self):
         recipe = maker.Recipe(careful_steps=1, forgetful_steps=1, games=2)

@@ -21,9 +21,10 @@ class Tally:
     The digit starts at 0, and continues from the player's last one, right or wrong. That answer
     stays in the history, so no earlier thought is needed. The changes are ``plus`` (1 more, and 0
     after 9), ``triple`` (the last digit of three times as much) and ``mirror`` (9 less the digit).
-    With the digit after each of them written, ``<think> 1 3 6 7 </think> 7``, each token follows
-    from one digit and one change. Without, a model has to do all changes in one forward pass, and
-    their order matters: who only counts them is right in 0.37 of the turns at best.
+    With the digit before and after each of them written, ``<think> 0 1 3 6 7 </think> 7``, each
+    token follows from the one before it and one change. Without, a model has to do all changes in
+    one forward pass, and their order matters: who only counts them is right in 0.37 of the turns at
+    best.
 
     A right answer pays ``1 / rounds``. An illegal answer, which is anything else than a digit
     behind the thinking, pays -0.1 and leaves the digit as it is. The episode ends after all rounds,
@@ -44,11 +45,11 @@ class Tally:
         >>> env.reset(0)[0]
         'mirror mirror triple plus'
         >>> Tally.best_response(["mirror mirror triple plus"])
-        '<think> 9 0 0 1 </think> 1'
+        '<think> 0 9 0 0 1 </think> 1'
         >>> env.step("1")[:3]
         ('triple triple mirror plus', 0.5, False)
         >>> Tally.best_response(["mirror mirror triple plus", "1", "triple triple mirror plus"])
-        '<think> 3 9 0 1 </think> 1'
+        '<think> 1 3 9 0 1 </think> 1'
     """
 
     CHANGES: ClassVar[dict[str, Callable[[int], int]]] = {
@@ -107,7 +108,8 @@ class Tally:
             texts: message, response, message, ..., message; responses with their thinking or
                 without.
         """
-        return with_thought(digits(*cls.read(texts)))
+        start, changes = cls.read(texts)
+        return with_thought([start, *digits(start, changes)])
 
     @classmethod
     def read(cls, texts: Sequence[str]) -> tuple[int, list[str]]:
