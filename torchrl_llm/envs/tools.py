@@ -113,7 +113,7 @@ _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", 
 
 
 def _check_parameters(function: Callable[..., Any]) -> None:
-    """Refuse what calls cannot give: arguments by position, members of an ``Enum``, and ``self``."""
+    """Refuse what calls cannot give: arguments by position, members of an ``Enum``, ``self``."""
     for name, each in inspect.signature(function, eval_str=False).parameters.items():
         if name == "self":
             raise ConfigError(
