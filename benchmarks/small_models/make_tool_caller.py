@@ -1,10 +1,10 @@
 """Make the small model of ``examples/coding_tools.py``: ``python
 benchmarks/small_models/make_tool_caller.py --out DIR --seed 0``.
 
-A Qwen2 of about 0.2 M parameters that clones scripted players, as the other small models here do:
+A Qwen2 of about 0.16 M parameters that clones scripted players, as the other small models here do:
 first one that asks twice and writes the program that fits, then one that asks too little, writes a
 program at random or ends without one, now and then. The start calls tools in the right form and
-writes the right program in about half of its episodes.
+writes the right program in about a third of its episodes.
 
 The players' episodes are collected as a model's are, by an environment, its formatter and a
 collector, and the rows are cloned: the contexts are those of training, token for token.
