@@ -173,6 +173,18 @@ class TestThinking:
         assert "it drops thinking from earlier answers" in found.properties.rewrites
         assert (found.properties.thinks, type(found.rule)) == (("<|channel>", "<channel|>"), AsTemplate)
 
+    def test_the_name_of_a_channel_is_no_part_of_what_was_thought(self):
+        """As in Gemma 4, whose template writes it behind the marker."""
+        shows = "{{ '<|channel>thought\\n' + m.why + '\\n<channel|>' if m.why }}{{ m.content"
+        names = DROPS_CHANNEL.replace("{{ m.content", shows, 1)
+        formatter = ChatFormatter(tokenizer_with(names, "<|channel>", "<channel|>"))
+        encode = formatter.tokenizer.encode
+        said = formatter.decode(encode("<|channel>thought\nHm.\n<channel|>5<|im_end|>"))
+        assert (said.thinking, said.text) == ("Hm.", "5")
+        assert formatter.decode(encode("<|channel>thought\n<channel|>5<|im_end|>")).thinking == ""
+        for kept in ("thoughtful", "hm\nthought"):
+            assert formatter.decode(encode(f"<|channel>{kept}\n<channel|>5<|im_end|>")).thinking == kept
+
     @pytest.mark.parametrize("earlier", [True, False])
     @pytest.mark.parametrize(
         ("cut", "tokens", "text"),

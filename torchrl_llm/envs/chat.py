@@ -467,6 +467,8 @@ class ChatFormatter(Checked):
         whole = self.properties.opens + text if in_thought else text
         thinking, text = split_thinking(whole, self.properties.thinks, opened=in_thought)
         calls = () if self._calls is None else self._calls_in(self._calls, ids, in_thought)
+        if (label := self.properties.thinking_label) and f"{thinking}\n".startswith(f"{label}\n"):
+            thinking = thinking.removeprefix(label).lstrip()
         return Response(whole, text=text.removeprefix(self.properties.header), thinking=thinking, calls=calls)
 
     def _calls_in(self, form: CallForm, ids: Sequence[int], in_thought: bool) -> tuple[ToolCall | BadCall, ...]:

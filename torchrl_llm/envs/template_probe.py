@@ -185,7 +185,8 @@ class _Probe:
             closes=self._closes,
             writes=self._writes,
             pairs=tuple(self._pairs),
-            thinks=self._thinks(),
+            thinks=(thinks := self._thinks()),
+            thinking_label=self._label(thinks[0]),
             thinking_field=field,
             thinking_fields=tuple(
                 name for name in _THINKING_FIELDS if name in self._fields or name in self.render.source
@@ -237,6 +238,11 @@ class _Probe:
         known = [self._unclosed(self._opens), *opened, *fields]
         found = next((pair for pair in known if pair is not None), None)
         return found or next(filter(self._is_dropped, self._pairs), THINKING)
+
+    def _label(self, opening: str) -> str:
+        """What the template spells behind the marker that opens a thought, as a line of its own."""
+        spelled = {*re.findall(rf"{re.escape(opening)}(\w+)(?:\\n|\n)", self.render.source)}
+        return spelled.pop() if len(spelled) == 1 else ""
 
     def _is_dropped(self, pair: Pair) -> bool:
         """Whether the template leaves out what stands within a pair before an earlier answer."""

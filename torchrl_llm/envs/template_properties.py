@@ -48,6 +48,8 @@ class TemplateProperties:
         thinks: the pair that does: the one that the prompt opens, or that the template writes
             around a thought of a message, or that it drops with what is in it; else
             ``("<think>", "</think>")``.
+        thinking_label: the line that the template writes behind the opening one, such as Gemma 4's
+            ``thought``; it is no part of the thought's text.
         thinking_field: the field of a message that holds its thinking, such as
             ``reasoning_content``; ``None``: the content does.
         thinking_fields: all that it reads.
@@ -72,6 +74,7 @@ class TemplateProperties:
     writes: str = ""
     pairs: tuple[Pair, ...] = ()
     thinks: Pair = THINKING
+    thinking_label: str = ""
     thinking_field: str | None = None
     thinking_fields: tuple[str, ...] = ()
     trims_answers: bool = False
