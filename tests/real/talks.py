@@ -37,7 +37,7 @@ class LongTalk(Talk):
 
 def config(folder: Path, **settings) -> RunSettings:
     """GRPO with LoRA on four conversations an iteration."""
-    return RunSettings(
+    return RunSettings.from_values(
         **{
             "algo": "GRPO",
             "model_path": "smollm2",

@@ -24,6 +24,7 @@ from torchrl_llm.runs import build_run
 from torchrl_llm.runs.export import export_model
 from torchrl_llm.runs.saved import find_saved_model
 from torchrl_llm.runs.smollm2 import smollm2_model_path
+from torchrl_llm.trainers import Callback
 from torchrl_llm.utils.optional import MissingExtraError
 
 # Four iterations take a minute on a free core, and many on one that does other work.
@@ -220,6 +221,53 @@ class TestRun:
         assert run.trainer.iteration == 2
         run.trainer.train()
         assert all(torch.equal(one, other) for one, other in zip(trained(run), trained(whole), strict=True))
+
+
+THINKS = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+
+
+class Batches(Callback):
+    """Keeps the last batch."""
+
+    def on_batch(self, trainer, rows, metrics):
+        self.rows, self.metrics = rows.clone(), metrics
+
+
+class TestThinking:
+    """Under a template as those of models that think: it opens thoughts and drops them later."""
+
+    def test_an_iteration_trains_each_turn_in_the_context_it_saw(self, path, tokenizer, model, tmp_path):
+        watch = Batches()
+        settings = config(tmp_path / "run", max_iterations=1, chat_template=THINKS)
+        run = build_run(settings, env=Talk, callbacks=[watch])
+        [metrics] = run.trainer.train()
+        assert metrics["rollout/thinking_length"] == pytest.approx(metrics["rollout/response_length"], abs=1)
+        assert metrics["optim/grad_norm_actor"] > 0
+        rows = watch.rows
+        for row in rows:
+            contexts = [prefix(row, turn) for turn in range(TURNS)]
+            texts = [tokenizer.decode(row[keys.TOKENS][each]) for each in contexts]
+            # What was thought is not closed within 12 tokens: later turns see an empty answer.
+            assert [text.count("<|im_start|>assistant\n<|im_end|>") for text in texts] == [0, 1, 2]
+            assert all(text.endswith("<|im_start|>assistant\n<think>\n") for text in texts)
+            for turn, context in enumerate(contexts):
+                said = (row[keys.TURN_IDS] == turn).nonzero().flatten()
+                ids = torch.cat([row[keys.TOKENS][context], row[keys.TOKENS][said]])
+                with torch.no_grad():
+                    log_probs = model(ids[None]).logits[0, len(ids) - len(said) - 1 : -1].log_softmax(-1)
+                expected = log_probs.gather(1, row[keys.TOKENS][said, None]).flatten()
+                torch.testing.assert_close(row[keys.SAMPLE_LOG_PROB][said], expected, rtol=0, atol=1e-4)
+
+
+def prefix(row, turn: int) -> torch.Tensor:
+    """The positions of what a turn saw: its segment up to its first token."""
+    start = int((row[keys.TURN_IDS] == turn).nonzero()[0])
+    gaps = (~row[keys.ATTENTION_MASK][:start]).nonzero().flatten()
+    return torch.arange(int(gaps[-1]) + 1 if len(gaps) else 0, start)
 
 
 class TestExport:
