@@ -43,6 +43,17 @@ COMMON = {
     "evaluation_episodes": 9,
     "final_episodes": 9,
 }
+THINKS = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+
+</think>
+
+{% endif %}"""
+"""As that of a model that thinks: what it opens for an answer is gone later, so rows have
+segments."""
+THINKING = {"chat_template": THINKS, "env": "Talk"}
 LAWS = {
     "LLMREINFORCE": {
         "algo": "LLMREINFORCE",
@@ -53,6 +64,7 @@ LAWS = {
     "LLMPPO": {"algo": "LLMPPO", "dtype": "float64", "critic_warmup": 1, "whiten": True},
     "GRPO": {"algo": "GRPO", "dtype": "float64", "kl_coeff": 0.05},
     "LoRA": {"algo": "LLMPPO", "dtype": "float64", "lora_r": 4},
+    "thinking": {"algo": "GRPO", "dtype": "float64", "lora_r": 4, **THINKING},
     "trees": {
         "algo": "GRPO",
         "dtype": "float64",
@@ -147,6 +159,21 @@ HALF = {
 RESUMED = {"algo": "LLMPPO", "dtype": "float32", "checkpoint_interval": 1, "overwrite": False, "resume": True}
 
 
+class Talk:
+    """Three turns, whatever is said; pays by the length of the answers, which few share."""
+
+    __module__ = "ranks_run"  # also where this file is the program: resumed runs compare the name
+
+    def reset(self, seed=None):
+        self.turn, self.length = 0, 0
+        return f"Guess a number from 1 to {seed % 10}.", {}
+
+    def step(self, action):
+        self.turn, self.length = self.turn + 1, self.length + len(action)
+        over = self.turn == 3
+        return "Higher.", over * (self.length % 7) / 6, over, False, {}
+
+
 class Biased(LLMReinforceLoss):
     """A loss with a parameter of its own."""
 
@@ -195,10 +222,13 @@ class Steps(Callback):
         trainer.loss.step += 1
 
 
-def build(out, *, callbacks=(), make_loss=None, **settings):
-    """A run with small settings."""
+def build(out, *, callbacks=(), make_loss=None, env=None, **settings):
+    """A run with small settings; ``env`` names a class of this module."""
     return build_run(
-        RunSettings.from_values(**COMMON | settings, output_dir=out), callbacks=callbacks, make_loss=make_loss
+        RunSettings.from_values(**COMMON | settings, output_dir=out),
+        env=globals().get(env),
+        callbacks=callbacks,
+        make_loss=make_loss,
     )
 
 
@@ -338,12 +368,13 @@ def replay(out, rows, **settings):
     return {"gradient": gradients[0], "weights": weights, "sharded": trainer.distributed.sharded, "metrics": metrics}
 
 
-def resume(out):
+def resume(out, **settings):
     """A run of two iterations, the same in two parts, and the second part of what another number of
     ranks began."""
-    results = {"whole": train(out / "whole", max_iterations=2, **RESUMED)}
+    given = RESUMED | settings
+    results = {"whole": train(out / "whole", max_iterations=2, **given)}
     for part, iterations in (("parts", 1), ("parts", 2), ("others", 2)):
-        results[part] = train(out / part, max_iterations=iterations, accept_changes=["max_iterations"], **RESUMED)
+        results[part] = train(out / part, max_iterations=iterations, accept_changes=["max_iterations"], **given)
     return results
 
 
@@ -364,6 +395,8 @@ def main():
         results = {name: train(out / name, **HALF[name]) for name in names}
     elif what == "resume":
         results = resume(out)
+    elif what == "thinking":
+        results = resume(out, **THINKING)
     elif what == "dies":
         train(out, callbacks=[Die(1, 2)], algo="GRPO", dtype="float32", checkpoint_interval=1)
     torch.save(results, f"{out}-{what}.{PartialState().process_index}.pt")

@@ -267,8 +267,8 @@ class TestLaws:
     """Whole runs, in which every process plays its own conversations."""
 
     RUNS: ClassVar = {
-        "ddp": ["LLMPPO", "LLMREINFORCE", "GRPO", "trees", "vine", "target_kl", "SFT", "float32", "uneven"],
-        "fsdp2": ["LLMPPO", "LoRA", "uneven", "bfloat16"],
+        "ddp": ["LLMPPO", "LLMREINFORCE", "GRPO", "thinking", "trees", "vine", "target_kl", "SFT", "float32", "uneven"],
+        "fsdp2": ["LLMPPO", "LoRA", "thinking", "uneven", "bfloat16"],
     }
 
     @pytest.fixture(scope="class")
@@ -288,6 +288,7 @@ class TestLaws:
             ("ddp", "LLMPPO"),
             ("ddp", "LLMREINFORCE"),
             ("ddp", "GRPO"),
+            ("ddp", "thinking"),
             ("ddp", "trees"),
             ("ddp", "vine"),
             ("ddp", "target_kl"),
@@ -295,6 +296,7 @@ class TestLaws:
             ("ddp", "SFT"),
             ("fsdp2", "LLMPPO"),
             ("fsdp2", "LoRA"),
+            ("fsdp2", "thinking"),
         ],
     )
     def test_weights_after_three_iterations(self, one, two, how, name):
@@ -307,6 +309,10 @@ class TestLaws:
 
     def test_weights_moved(self, one):
         assert difference(one["LLMREINFORCE"]["weights"], one["GRPO"]["weights"]) > 1e-3
+
+    def test_turns_that_think_are_segments(self, one):
+        mask = one["thinking"]["batches"][keys.ATTENTION_MASK].int()
+        assert ((mask.diff(dim=-1) > 0).sum(-1) == 2).all()  # two gaps: three segments
 
     def test_steps_were_shortened(self, one):
         assert all(metrics["optim/step_share"] < 1 for metrics in one["target_kl"]["history"])
@@ -486,6 +492,22 @@ class TestResume:
         rows = run.trainer.collect(iter(run.trainer.collector))
         assert sorted(rows[keys.EPISODE_ID].tolist()) == list(range(32, 48))
         run.close()
+
+    @pytest.mark.extra
+    @BOTH
+    def test_thinking_goes_on_with_another_number_of_ranks(self, where, how):
+        """What one process began, two go on with, and what two began, one; the same number in the
+        same bytes."""
+        out, given = where / f"thinking-{how}", ranks_run.RESUMED | ranks_run.THINKING
+        ranks_run.train(out / "others", max_iterations=1, **given)
+        two = results(out, "thinking", how=how)
+        assert difference(two[0]["whole"]["weights"], two[0]["parts"]["weights"]) == 0
+        assert [each["rollout/episodes"] for each in two[0]["others"]["history"]] == [16, 32]
+        resumed = given | {"max_iterations": 3, "accept_changes": ["max_iterations"]}
+        run = ranks_run.build(out / "parts", **resumed)
+        assert difference(ranks_run.whole_weights(run.trainer), two[0]["parts"]["weights"]) == 0
+        *_, metrics = run.trainer.train()
+        assert metrics["rollout/turns"] == 3
 
     @pytest.mark.extra
     def test_transformers_loads_what_sharded_ranks_saved(self, where, fsdp2):
