@@ -239,15 +239,17 @@ def _skip_named_tuple_fields(app, what, name, obj, skip, options):
 
 def _options(app, what, name, obj, options, lines):
     """The options of a loss or an estimator, which are documented below its fields, in the list of
-    its arguments: those that it declares itself or inherits from a class of its module."""
+    its arguments: those that it declares itself or inherits from a class of its module or from a class
+    of options."""
     if what != "class" or not (issubclass(obj, Checked) and dataclasses.is_dataclass(obj)) or "**options" not in "".join(lines):
         return
-    docs = ModuleAnalyzer.for_module(obj.__module__).find_attr_docs()
     defaults = {field.name: field.default for field in dataclasses.fields(obj) if field.default is not dataclasses.MISSING}
     found = []
-    for base in obj.__mro__:
+    of_module = [each for each in obj.__mro__ if each.__module__ == obj.__module__]
+    for base in dict.fromkeys([*of_module, *(each for each in obj.__bases__ if each.__name__.endswith("Options"))]):
+        docs = ModuleAnalyzer.for_module(base.__module__).find_attr_docs()
         for field in vars(base).get("__annotations__", {}):
-            if base.__module__ == obj.__module__ and (said := docs.get((base.__qualname__, field))) and field in defaults:
+            if (said := docs.get((base.__qualname__, field))) and field in defaults:
                 found += [f"    {field}: {said[0]}", *(f"        {line}".rstrip() for line in said[1:-1])]
                 found += [f"        Default: ``{defaults[field]!r}``."]
     at = next(i for i, line in enumerate(lines) if line.strip().startswith("**options"))

@@ -116,8 +116,8 @@ FAULTS = {
         "tests/objectives/test_loss_splitting.py",
     ),
     "the KL in the reward is lost": Fault(
-        "objectives/base.py",
-        'penalty = self.kl_coeff if self.kl_in == "reward" else 0.0',
+        "objectives/joining.py",
+        'penalty = loss.kl_coeff if loss.kl_in == "reward" else 0.0',
         "penalty = 0.0",
         "tests/objectives/test_algorithms.py",
     ),

@@ -12,19 +12,13 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm import functional as F
-from torchrl_llm.objectives.estimators.base import EstimatorOptions, TurnEstimator
+from torchrl_llm.objectives.estimators.base import TurnEstimator
 from torchrl_llm.objectives.estimators.granularity import SINGLE_TURN_IDLE, TOKEN_IDLE, Granularity, step_of
-from torchrl_llm.objectives.estimators.rows import extra_of
+from torchrl_llm.objectives.estimators.rows import numbers_of
+from torchrl_llm.objectives.options import EstimatorOptions
 from torchrl_llm.utils.options import Natural, NonNegative, Share
 
 Population = Literal["batch", "none"]
-
-
-def numbers_of(rows: TensorDictBase, option: str, name: str) -> Tensor:
-    """The extra ``name``, a number, that an ``option`` asks for: ``[B, T]``; 0 for a turn that has
-    none. Raises: see :func:`~torchrl_llm.objectives.estimators.rows.extra_of`."""
-    instead = "give one that the environment declares as a number"
-    return extra_of(rows, name, float, option=option, instead=instead).nan_to_num(0.0)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
