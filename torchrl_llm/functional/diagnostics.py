@@ -8,8 +8,39 @@ from torch import Tensor
 
 from torchrl_llm.functional._common import check_shapes, masked
 from torchrl_llm.functional.statistics import has_spread
+from torchrl_llm.functional.surrogate import kl_estimate
 
-__all__ = ["effective_sample_size", "explained_variance"]
+__all__ = ["effective_sample_size", "explained_variance", "ratio_diagnostics"]
+
+
+def ratio_diagnostics(weight: Tensor, token_ratio: Tensor, log_ratio: Tensor, clipped: Tensor) -> dict[str, Tensor]:
+    """How far a policy is from the old one, which sampled the tokens; all but the last are weighted
+    sums.
+
+    Args:
+        weight: ``[B, L]``, of each token in the loss.
+        token_ratio: ``[B, L]``, new minus old log-prob, 0 off actions.
+        log_ratio: ``[B, L]``, the same, pooled over what has one ratio.
+        clipped: ``[B, L]`` bool, the tokens whose ratio is clipped.
+
+    Returns:
+        Scalars: ``"kl_approx"``, the KL from the old policy to the new one; ``"log_ratio"``, the
+        absolute log-ratio of a token; ``"clip_fraction"``; ``"ESS"``, the
+        :func:`effective_sample_size` of the pooled ratios.
+
+    Examples:
+        >>> half = torch.tensor([[0.5, 0.5]])
+        >>> found = ratio_diagnostics(half, torch.zeros(1, 2), torch.zeros(1, 2), torch.tensor([[True, False]]))
+        >>> {name: value.item() for name, value in found.items()}
+        {'kl_approx': 0.0, 'log_ratio': 0.0, 'clip_fraction': 0.5, 'ESS': 1.0}
+    """
+    return {
+        # The tokens are the old policy's, so this is KL(old || new).
+        "kl_approx": (weight * kl_estimate(torch.zeros_like(token_ratio), token_ratio, "k3")).sum(),
+        "log_ratio": (weight * token_ratio.abs()).sum(),
+        "clip_fraction": (weight * clipped).sum(),
+        "ESS": effective_sample_size(log_ratio, weight),
+    }
 
 
 def effective_sample_size(log_ratio: Tensor, weight: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """What a loss and its estimator ask of each other: whose options are whose (:func:`check_names`),
 which go together (:func:`check_loss_options`, :func:`check_policy_options`,
-:func:`check_estimator`), which rewards are taken (:func:`wrong_penalty`); and what a loss of one's
-own must return (:func:`check_objective`, :func:`check_terms`)."""
+:func:`check_estimator`), which rows and rewards are taken (:func:`check_without_sampler`,
+:func:`wrong_penalty`); and what a loss of one's own must return (:func:`check_objective`, :func:`check_terms`)."""
 
 from __future__ import annotations
 
@@ -166,6 +166,29 @@ def check_estimator(loss: Any) -> None:
             f"The advantages of the estimator {name} hold the ratio to the sampler already: with clipping={loss.clipping!r} and "
             f'sampler_correction={loss.sampler_correction!r} it would count twice. Use clipping="none" and no correction.'
         )
+
+
+def check_without_sampler(loss: Any, old_log_probs: str) -> None:
+    """Refuse rows without the log-probs of the policy that sampled, where something compares with
+    them.
+
+    Args:
+        loss: a :class:`~torchrl_llm.objectives.TurnLoss` that takes ratios.
+        old_log_probs: the setting.
+
+    Raises:
+        KeyError: says what needs them, and what to do.
+    """
+    needs = None
+    if old_log_probs == "sampler":
+        needs = 'old_log_probs="sampler" takes ratios against them: set "auto", which scores the old ones'
+    elif loss.corrects_sampler:
+        needs = "sampler_correction corrects for them: leave it out"
+    elif declared(loss.value_estimator).corrects_sampler:
+        needs = f"{type(loss.value_estimator).__name__} corrects for them: choose another estimator"
+    if needs is not None:
+        name = loss.tensor_keys.sample_log_prob
+        raise KeyError(f"The rows have no {name!r}, the log-probs of the policy that sampled, and {needs}.")
 
 
 def wrong_penalty(coeff: float, estimator: Any) -> Iterator[str]:

@@ -139,7 +139,8 @@ class TurnPolicyLoss(PolicyLossOptions, TurnLoss):
         gain = self._unit_weight(weight, turn_ids) * correction * objective
         # A sum and not a mean: micro-batches add up to the batch's gradient, however it is cut.
         terms = {"loss_objective": -gain.sum()}
-        terms |= self._diagnosis(weight, token_ratio.detach(), log_ratio.detach(), advantage)
+        clipped = self.surrogate(log_ratio.detach(), advantage)[1]
+        terms |= F.ratio_diagnostics(weight, token_ratio.detach(), log_ratio.detach(), clipped)
         if self._sampler_rule is not None:
             terms |= self._sampler_rule.metrics(correction, weight)
         if self.kl_coeff and self.kl_fraction:
@@ -185,16 +186,3 @@ class TurnPolicyLoss(PolicyLossOptions, TurnLoss):
             estimate = F.kl_estimate(log_prob, ref, self.kl_kind)
             terms["loss_kl"] = self.kl_fraction * self.kl_coeff * (weight * estimate).sum()
         return terms
-
-    @torch.no_grad()
-    def _diagnosis(
-        self, weight: Tensor, token_ratio: Tensor, log_ratio: Tensor, advantage: Tensor
-    ) -> dict[str, Tensor]:
-        clipped = self.surrogate(log_ratio, advantage)[1]
-        return {
-            # The tokens are the old policy's, so this is KL(old || new).
-            "kl_approx": (weight * F.kl_estimate(torch.zeros_like(token_ratio), token_ratio, "k3")).sum(),
-            "log_ratio": (weight * token_ratio.abs()).sum(),
-            "clip_fraction": (weight * clipped).sum(),
-            "ESS": F.effective_sample_size(log_ratio, weight),
-        }
