@@ -1,7 +1,8 @@
 """What a loss and its estimator ask of each other: whose options are whose (:func:`check_names`),
 which go together (:func:`check_loss_options`, :func:`check_policy_options`,
 :func:`check_estimator`), which rows and rewards are taken (:func:`check_without_sampler`,
-:func:`wrong_penalty`); and what a loss of one's own must return (:func:`check_objective`, :func:`check_terms`)."""
+:func:`wrong_penalty`); and what a loss of one's own must return (:func:`check_objective`,
+:func:`check_terms`)."""
 
 from __future__ import annotations
 

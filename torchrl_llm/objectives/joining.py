@@ -21,8 +21,7 @@ def estimator_of(loss: Any, value_type: Any, hyperparams: Mapping[str, Any]) -> 
 
     Args:
         loss: a :class:`~torchrl_llm.objectives.TurnLoss`.
-        value_type, hyperparams: what its :meth:`~torchrl_llm.objectives.TurnLoss.make_value_estimator`
-            was given.
+        value_type, hyperparams: what its ``make_value_estimator`` was given.
 
     Returns:
         An instance and nothing, or the class of another package and its ``hyperparams``.
@@ -54,12 +53,13 @@ def declared(estimator: ValueEstimatorBase) -> TurnEstimator | type[TurnEstimato
 
 
 def serve(loss: Any, estimator: ValueEstimatorBase) -> Callable[[], None]:
-    """Give a :class:`~torchrl_llm.objectives.TurnEstimator` what its loss has for it: its critic, if
-    the estimator has none, and the weight of the KL that it leaves to the rewards.
+    """Give an estimator what its loss has for it: its critic, if the estimator has none, and the
+    weight of the KL that it leaves to the rewards.
 
     Args:
         loss: a :class:`~torchrl_llm.objectives.TurnLoss`.
-        estimator: of the loss. One that takes no KL gets none, one of another package nothing.
+        estimator: a :class:`~torchrl_llm.objectives.TurnEstimator`, which gets no KL if it takes
+            none; or one of another package, which gets nothing.
 
     Returns:
         What undoes it, for a loss that refuses the estimator.

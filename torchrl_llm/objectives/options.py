@@ -124,7 +124,8 @@ class PolicyLossOptions(TurnLossOptions):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class EstimatorOptions(Checked):
-    """Options of :class:`~torchrl_llm.objectives.TurnEstimator`, and so of nearly every estimator: discount and bound."""
+    """Options of :class:`~torchrl_llm.objectives.TurnEstimator`, and so of nearly every estimator:
+    discount and bound."""
 
     idle: ClassVar[tuple[Idle, ...]] = (Idle(("discounted_objective",), {"gamma": (1,)}, "discount (gamma below 1)"),)
 
@@ -144,4 +145,22 @@ class EstimatorOptions(Checked):
     """Bound on the absolute value of advantages; None sets none.
 
     Of normalized ones too.
+    """
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ReturnOptions(EstimatorOptions):
+    """Options of :class:`~torchrl_llm.objectives.ReturnEstimator`: those of every estimator, and
+    the potential."""
+
+    potential: str | None = None
+    """Shape rewards by this extra, the potential of the state before each turn: a baseline of
+    returns.
+
+    A number that the environment declares and gives with every turn: the potential ``phi(s_k)`` of
+    the state in which turn ``k`` was decided. Each turn is paid ``gamma * phi(s_{k+1}) - phi(s_k)``
+    more, with 0 after the end, which changes no optimal policy (Ng et al., 1999, "Policy invariance
+    under reward transformations"). Over the rest of an episode these payments add up to
+    ``-phi(s_k)``: in a return the potential is a baseline that depends on the state alone, and the
+    expected gradient stays the same. A turn without the number (NaN) counts as 0.
     """
