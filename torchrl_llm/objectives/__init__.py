@@ -18,9 +18,10 @@ from torchrl_llm.objectives.micro_batches import merge, total
 from torchrl_llm.objectives.ppo import LLMPPOLoss
 from torchrl_llm.objectives.reinforce import LLMReinforceLoss
 from torchrl_llm.objectives.sft import LLMSFTLoss
-from torchrl_llm.objectives.steps import clipped_step
+from torchrl_llm.objectives.steps import MAX_SKIPPED_STEPS, NonFiniteGradientError, clipped_step
 
 __all__ = [
+    "MAX_SKIPPED_STEPS",
     "CriticEstimator",
     "GroupRelative",
     "ImitationWeights",
@@ -29,6 +30,7 @@ __all__ = [
     "LLMReinforceLoss",
     "LLMSFTLoss",
     "NoCredit",
+    "NonFiniteGradientError",
     "ReBN",
     "ReturnEstimator",
     "RoleRelative",

@@ -6,7 +6,7 @@ It knows no folder and no settings of a run: :mod:`torchrl_llm.runs` makes a tra
 
 from torchrl_llm.metrics import Evaluation
 from torchrl_llm.modules.kernels import Numerics
-from torchrl_llm.objectives.steps import MAX_SKIPPED_STEPS, NonFiniteGradientError
+from torchrl_llm.objectives import MAX_SKIPPED_STEPS, NonFiniteGradientError
 from torchrl_llm.trainers.callbacks import Callback, HealthWatch, ProgressBar, RunStore
 from torchrl_llm.trainers.config import TrainerConfig
 from torchrl_llm.trainers.credit import Credit

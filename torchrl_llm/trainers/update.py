@@ -116,7 +116,7 @@ class Update:
         Raises:
             ValueError: there are no rows, on any rank.
             NonFiniteGradientError: as many steps in a row as
-                :data:`~torchrl_llm.trainers.MAX_SKIPPED_STEPS` were skipped.
+                :data:`~torchrl_llm.objectives.MAX_SKIPPED_STEPS` were skipped.
         """
         if not self.distributed.all_reduce_sum(self.distributed.own_rows(batch).shape[0]):
             raise ValueError("There are no rows to learn from (no group has an advantage?): skip the update.")
@@ -217,7 +217,7 @@ class Update:
 
         Raises:
             NonFiniteGradientError: as many steps in a row as
-                :data:`~torchrl_llm.trainers.MAX_SKIPPED_STEPS` were skipped.
+                :data:`~torchrl_llm.objectives.MAX_SKIPPED_STEPS` were skipped.
         """
         norms = self.clip()
         taken = all_finite([*norms.values()])
