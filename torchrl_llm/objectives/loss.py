@@ -82,8 +82,8 @@ class TurnPolicyLoss(PolicyLossOptions, TurnLoss):
         check_policy_options(self)
         if self.unit_weight == "equal":
             self.weighting = self.ratio_level
-        self.surrogate(torch.zeros(1, 1), torch.zeros(1, 1))  # raises on invalid bounds
         super().__post_init__(actor, critic, estimator)
+        self.surrogate(torch.zeros(1, 1), torch.zeros(1, 1))  # raises on invalid bounds
 
     @property
     def in_keys(self) -> list[NestedKey]:

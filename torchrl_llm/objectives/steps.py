@@ -48,6 +48,21 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[Te
     return [torch.nn.utils.clip_grad_norm_(group["params"], max_norm) for group in optimizer.param_groups]
 
 
+def drop_gradients(optimizer: torch.optim.Optimizer, names: Sequence[str], *, keep: str) -> None:
+    """Drop the gradients of all parameter groups but one, so that only that one is stepped.
+
+    Args:
+        optimizer: its groups are ``names``, in this order; later ones may be missing.
+        names: see :func:`group_names`.
+        keep: the name of the group that is stepped.
+    """
+    for name, group in zip(names, optimizer.param_groups, strict=False):
+        # None and not zeros, which AdamW would step with its moments and weight decay. A trunk that
+        # actor and critic share is in the actor's group, and keeps still too.
+        for parameter in group["params"] if name != keep else ():
+            parameter.grad = None
+
+
 def all_finite(norms: Sequence[Tensor]) -> bool:
     """Whether all norms of a gradient are finite: with one wait for the device, and the same on all
     ranks.

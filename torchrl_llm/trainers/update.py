@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import chain
 
 import torch
 from accelerate import Accelerator
@@ -15,8 +14,7 @@ from torchrl_llm import data
 from torchrl_llm.metrics.rollouts import loss_metric
 from torchrl_llm.metrics.updates import SKIPPED, update_metrics
 from torchrl_llm.modules.positions import prefix_cost
-from torchrl_llm.objectives import TurnLoss, total, write_loss_weights
-from torchrl_llm.objectives.steps import all_finite, check_optimizer, clip_gradients, group_names, report_skipped
+from torchrl_llm.objectives import TurnLoss, steps, total, write_loss_weights
 from torchrl_llm.trainers.config import TrainerConfig, wrong_warmup
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.fsdp import full_on_cpu
@@ -90,9 +88,9 @@ class Update:
         self.logprobs_match_trainer = logprobs_match_trainer or (lambda: not self.distributed.autocasts)
         self.on_step = on_step
         self.skipped_in_a_row = self.iteration = self._next_iteration = 0
-        self.group_names = group_names(loss)
+        self.group_names = steps.group_names(loss)
         # Before sharding, which fails with a KeyError on a parameter that is none of the loss's.
-        check_optimizer(optimizer, loss)
+        steps.check_optimizer(optimizer, loss)
         for problem in wrong_warmup(self.config, loss, num_groups=len(optimizer.param_groups)):
             raise ConfigError(problem)
         self.module, self.optimizer = self.distributed.prepare(loss, optimizer, *frozen)
@@ -122,7 +120,7 @@ class Update:
             raise ValueError("There are no rows to learn from (no group has an advantage?): skip the update.")
         self.iteration = self._next_iteration if iteration is None else iteration
         self._next_iteration = self.iteration + 1
-        steps, added, region = [], [], self._region(batch)
+        measured, added, region = [], [], self._region(batch)
         for minibatch, last in self._passes(batch):
             metrics = self.accumulate(self.micro_batches(minibatch))
             if region is not None and region.settle(metrics.get("policy/kl_old")):
@@ -132,9 +130,9 @@ class Update:
             metrics |= self.step(region)
             if last and region is not None:
                 region.settle(None)
-            steps.append(metrics)
+            measured.append(metrics)
             added.append(self._added(minibatch, metrics))
-        means = update_metrics(steps, added, batch, self.distributed.all_reduce_mean)
+        means = update_metrics(measured, added, batch, self.distributed.all_reduce_mean)
         return means if region is None else means | region.metrics()
 
     def _region(self, batch: TensorDictBase) -> TrustRegion | None:
@@ -220,7 +218,7 @@ class Update:
                 :data:`~torchrl_llm.objectives.MAX_SKIPPED_STEPS` were skipped.
         """
         norms = self.clip()
-        taken = all_finite([*norms.values()])
+        taken = steps.all_finite([*norms.values()])
         if taken:
             self.skipped_in_a_row = 0
             if region is None:
@@ -233,19 +231,15 @@ class Update:
             # first steps of a run: only other steps count.
             scale = lowered_loss_scale(self.distributed.accelerator)
             self.skipped_in_a_row += scale is None
-            report_skipped(norms, self.skipped_in_a_row, iteration=self.iteration, loss_scale=scale)
+            steps.report_skipped(norms, self.skipped_in_a_row, iteration=self.iteration, loss_scale=scale)
         return (norms if taken else {}) | {SKIPPED: torch.tensor(float(not taken))}
 
     def clip(self) -> dict[str, Tensor]:
         """Clip the gradient, actor and critic apart; returns the norms before."""
         if self.warms_up_critic:
-            # None and not zeros, which AdamW would step with its moments and weight decay. A trunk
-            # that actor and critic share is in the actor's group, and keeps still too.
-            groups = zip(self.group_names, self.optimizer.param_groups, strict=False)
-            for parameter in chain.from_iterable(group["params"] for name, group in groups if name != "critic"):
-                parameter.grad = None
+            steps.drop_gradients(self.optimizer, self.group_names, keep="critic")
         # Once for all groups: a gradient scaler refuses to unscale twice.
         self.distributed.accelerator.unscale_gradients(self.optimizer)
-        norms = clip_gradients(self.optimizer, self.config.max_grad_norm)
+        norms = steps.clip_gradients(self.optimizer, self.config.max_grad_norm)
         named = zip(self.group_names, norms, strict=False)
         return {f"optim/grad_norm_{name}": full_on_cpu(norm) for name, norm in named}
