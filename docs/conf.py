@@ -63,7 +63,7 @@ html_math_renderer = "mathml"
 # Every reference into this package must resolve. Those into other packages stay plain text: no
 # inventory is fetched.
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(?!torchrl_llm\.).*"), (r"py:.*", r".*\.(_AcceptedKeys|T|Lengths|_worker\..*)")]
+nitpick_ignore_regex = [(r"py:.*", r"(?!torchrl_llm\.).*"), (r"py:.*", r".*\.(_AcceptedKeys|RowKeys|T|Lengths|_worker\..*)")]
 
 
 def _cell(text: str) -> str:
@@ -161,11 +161,15 @@ HERE = {"RunSettings", "TrainerConfig", "KeySpec", "TurnColumn"}
 
 
 def _data_doc(module: str, name: str) -> list[str]:
-    """The docstring below a constant, from whichever module of the package declares it."""
+    """The docstring below a constant, from whichever module of the package declares it; nothing
+    where another package does, which documents it."""
     for source in (name for name in sorted(sys.modules) if name == module or name.startswith(f"{module}.")):
         docs = ModuleAnalyzer.for_module(source).find_attr_docs()
         if ("", name) in docs:
             return docs["", name]
+    others = [import_module(other) for each in PACKAGES if (other := f"torchrl_llm.{each}") != module]
+    if any(name in getattr(other, "__all__", ()) for other in others):
+        return []
     raise ValueError(f"{module}.{name} is public and has no docstring below it.")
 
 
@@ -189,13 +193,15 @@ def _reference(module: str) -> str:
     lines += ["   :undoc-members:"] if module.endswith(".keys") else []
     if members:
         lines += ["", "   .. autosummary::", "      :nosignatures:", "", *(f"      {name}" for name in members), ""]
-    for name in constants:
+    for name, said in ((name, _data_doc(module, name)) for name in constants):
+        if not said:
+            continue
         lines += [
             "",
             f".. py:data:: {name}",
             f"   :module: {module}",
             "",
-            *(f"   {line}" for line in _data_doc(module, name)),
+            *(f"   {line}" for line in said),
         ]
     return "\n".join(lines)
 
@@ -239,15 +245,17 @@ def _skip_named_tuple_fields(app, what, name, obj, skip, options):
 
 def _options(app, what, name, obj, options, lines):
     """The options of a loss or an estimator, which are documented below its fields, in the list of
-    its arguments: those that it declares itself or inherits from a class of its module."""
+    its arguments: those that it declares itself or inherits from a class of its module or from a class
+    of options."""
     if what != "class" or not (issubclass(obj, Checked) and dataclasses.is_dataclass(obj)) or "**options" not in "".join(lines):
         return
-    docs = ModuleAnalyzer.for_module(obj.__module__).find_attr_docs()
     defaults = {field.name: field.default for field in dataclasses.fields(obj) if field.default is not dataclasses.MISSING}
     found = []
-    for base in obj.__mro__:
+    of_module = [each for each in obj.__mro__ if each.__module__ == obj.__module__]
+    for base in dict.fromkeys([*of_module, *(each for each in obj.__bases__ if each.__name__.endswith("Options"))]):
+        docs = ModuleAnalyzer.for_module(base.__module__).find_attr_docs()
         for field in vars(base).get("__annotations__", {}):
-            if base.__module__ == obj.__module__ and (said := docs.get((base.__qualname__, field))) and field in defaults:
+            if (said := docs.get((base.__qualname__, field))) and field in defaults:
                 found += [f"    {field}: {said[0]}", *(f"        {line}".rstrip() for line in said[1:-1])]
                 found += [f"        Default: ``{defaults[field]!r}``."]
     at = next(i for i, line in enumerate(lines) if line.strip().startswith("**options"))

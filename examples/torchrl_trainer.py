@@ -22,7 +22,7 @@ from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig, load_actor_critic
 from torchrl_llm.objectives import GroupRelative, LLMGRPOLoss
 from torchrl_llm.testing.tiny import tiny_model_path
-from torchrl_llm.trainers import Credit, Distributed, TrainerConfig, Update
+from torchrl_llm.trainers import Credit, Distributed, DynamicSampling, TrainerConfig, Update
 
 CONVERSATIONS = 128
 
@@ -31,19 +31,19 @@ class TurnStepper(OptimizationStepper):
     """All optimizer steps of an update.
 
     Args:
-        credit: fills the batch with groups that have an advantage, and credits them.
+        credit: credits the batch, which is filled with groups that have an advantage.
         update: takes the steps.
     """
 
     def __init__(self, credit: Credit, update: Update) -> None:
-        self.credit, self.update = credit, update
+        self.credit, self.update, self.groups = credit, update, DynamicSampling(credit)
 
     def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
         """The update's metrics; none where no group has an advantage, and no step is taken."""
-        rows = self.credit.fill(sub_batch, CONVERSATIONS, trainer.collector.rollout)
-        if not self.credit.found(rows):
+        rows = self.groups.fill(sub_batch, CONVERSATIONS, trainer.collector.rollout)
+        if not self.groups.found(rows):
             return TensorDict()
-        return TensorDict(self.update(self.credit(self.credit.choose(rows, CONVERSATIONS))))
+        return TensorDict(self.update(self.credit(self.groups.choose(rows, CONVERSATIONS))))
 
 
 def main(iterations: int = 60, lr: float = 2e-3, seed: int = 0) -> list[float]:

@@ -49,7 +49,7 @@ FAULTS = {
         "tests/objectives/test_functional_credit.py",
     ),
     "a turn is paid at its first token": Fault(
-        "functional/returns.py",
+        "functional/edges.py",
         'target = edge_positions(turn_ids, num_turns, "last")',
         'target = edge_positions(turn_ids, num_turns, "first")',
         "tests/objectives/test_functional_credit.py",
@@ -116,8 +116,8 @@ FAULTS = {
         "tests/objectives/test_loss_splitting.py",
     ),
     "the KL in the reward is lost": Fault(
-        "objectives/base.py",
-        'penalty = self.kl_coeff if self.kl_in == "reward" else 0.0',
+        "objectives/joining.py",
+        'penalty = loss.kl_coeff if loss.kl_in == "reward" else 0.0',
         "penalty = 0.0",
         "tests/objectives/test_algorithms.py",
     ),
@@ -250,7 +250,7 @@ FAULTS = {
         "tests/gpu_laws/test_laws.py",
     ),
     "the index of turns is made on the host": Fault(
-        "functional/turns.py",
+        "functional/edges.py",
         "position = torch.arange(length, device=turn_ids.device)",
         "position = torch.arange(length)",
         "tests/gpu_laws/test_laws.py",

@@ -246,8 +246,8 @@ def choose(out):
     rows[keys.TURN_REWARD] = torch.zeros_like(rows[keys.TURN_REWARD])
     if run.trainer.distributed.is_main:
         rows[keys.TURN_REWARD][:, 0] = torch.arange(len(rows)) % 2
-    run.trainer.scorer.score_for_credit(rows)
-    chosen = run.trainer.scorer.choose(rows, run.trainer.batch_size(rows))
+    run.trainer.dynamic_sampling.score(rows)
+    chosen = run.trainer.dynamic_sampling.choose(rows, run.trainer.batch_size(rows))
     run.close()
     return len(run.trainer.distributed.own_rows(chosen)), len(chosen)
 
@@ -260,7 +260,7 @@ def learn_from_overlong(out):
     ends = rows[keys.TURN_TERMINATED] | rows[keys.TURN_TRUNCATED]
     rows[keys.TURN_TERMINATED], rows[keys.TURN_TRUNCATED] = torch.zeros_like(ends), ends
     before = whole_weights(run.trainer)
-    rows = rows if run.trainer.distributed.is_main else run.trainer.distributed.nonempty(rows[:0], rows)
+    rows = rows if run.trainer.distributed.is_main else run.trainer.distributed.nonempty(rows[:0], rows, len(rows))
     metrics = run.trainer.learn(rows)
     run.close()
     moved = [(value - before[name]).abs().max().item() for name, value in whole_weights(run.trainer).items()]

@@ -11,11 +11,10 @@ from small_runs import prepared, small_config, weights
 from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.modules.engine import NonFiniteLogitsError
-from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss
+from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss, steps
 from torchrl_llm.runs import build_run
 from torchrl_llm.runs.finite import NonFiniteWeightsError
-from torchrl_llm.trainers import Callback, update
-from torchrl_llm.trainers.update import MAX_SKIPPED_STEPS, NonFiniteGradientError
+from torchrl_llm.trainers import MAX_SKIPPED_STEPS, Callback, NonFiniteGradientError
 
 
 class Broken:
@@ -94,7 +93,7 @@ class TestSkippedSteps:
         assert metrics["optim/skipped_steps"] == 1.0
         assert not {"optim/grad_norm_actor", "optim/step_share"} & set(metrics)
         name = "critic" if loss_type is BrokenCritic else "actor"
-        (record,) = [each for each in caplog.records if each.name == update.__name__]
+        (record,) = [each for each in caplog.records if each.name == steps.__name__]
         assert f"{name} nan" in record.getMessage()
         assert "iteration 1: an optimizer step is skipped" in record.getMessage()
         # What was accumulated for it is gone: the next step is as after no such gradient.
@@ -169,7 +168,7 @@ class TestLossScale:
         assert [metrics["optim/skipped_steps"] for metrics in history] == [0.0, 1.0, 1.0, 0.0]
         assert run.trainer.accelerator.scaler.get_scale() == 2.0
         assert run.trainer.skipped_in_a_row == 0
-        assert [each.levelname for each in caplog.records if each.name == update.__name__] == ["INFO", "INFO"]
+        assert [each.levelname for each in caplog.records if each.name == steps.__name__] == ["INFO", "INFO"]
         assert weights(run).isfinite().all()
 
     def test_gradients_that_no_scale_makes_finite_end_the_run(self, tmp_path, half):

@@ -15,7 +15,7 @@ from torchrl_llm.runs import ConfigError, build_run
 from torchrl_llm.runs.build import make_optimizer
 from torchrl_llm.testing.enumerable import EnumerableMDP, tiny_lm
 from torchrl_llm.testing.pretended_gpu import pretended_gpu
-from torchrl_llm.trainers import Credit, Distributed, TrainerConfig, TrustRegion, Update
+from torchrl_llm.trainers import Credit, Distributed, DynamicSampling, TrainerConfig, TrustRegion, Update
 from torchrl_llm.trainers.distributed import FSDP2, Several
 
 
@@ -80,15 +80,15 @@ class TestNothingToLearnFrom:
     def test_update_says_so(self, kind):
         actor, credit, update = parts(kind(Accelerator(cpu=True)))
         rows = one_group(actor, won=False)
-        assert credit.found(rows) == 0
+        assert DynamicSampling(credit).found(rows) == 0
         with pytest.raises(ValueError, match="no group has an advantage"):
-            update(credit.choose(rows, 4))
+            update(DynamicSampling(credit).choose(rows, 4))
         assert update.iteration == 0
 
     def test_a_rank_with_nothing_is_lent_a_whole_group(self):
         actor, credit, _ = parts(OneOfSeveral(Accelerator(cpu=True)))
         rows = one_group(actor, won=False)
-        lent = credit(credit.choose(rows, 4))
+        lent = credit(DynamicSampling(credit).choose(rows, 4))
         assert lent[keys.EPISODE_ID].equal(rows[keys.EPISODE_ID])
         assert not lent[keys.TURN_MASK].any()
 
@@ -100,7 +100,7 @@ def test_rows_to_choose_from_need_name_no_device():
         rows = one_group(TokenScorer(tiny_lm(0))).to("cuda")
         rows = TensorDict(dict(rows.items()), rows.batch_size)
         assert rows.device is None
-        assert credit.choose(rows, 4)[keys.TOKENS].device.type == "cuda"
+        assert DynamicSampling(credit).choose(rows, 4)[keys.TOKENS].device.type == "cuda"
 
 
 @pytest.mark.host  # where accelerate is told to compute

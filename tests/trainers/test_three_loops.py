@@ -9,7 +9,7 @@ from torchrl.trainers import OptimizationStepper, Trainer
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.runs import build_run
 from torchrl_llm.runs.build import make_optimizer
-from torchrl_llm.trainers import Credit, TrustRegion, Update
+from torchrl_llm.trainers import Credit, DynamicSampling, TrustRegion, Update
 
 SETTINGS = {
     "batch_size": 16, "group_size": 4, "epochs": 2, "minibatch_size": 8, "dynamic_sampling": 3, "target_kl": 1.2e-2, "target_kl_share": 0.5,
@@ -46,7 +46,7 @@ def by_hand(folder, batches, wanted):
     run, credit, update = parts(folder)
     shares = []
     for rows in batches:
-        chosen = credit(credit.choose(rows.clone(), wanted))
+        chosen = credit(DynamicSampling(credit).choose(rows.clone(), wanted))
         region = TrustRegion(
             update.loss, update.optimizer, chosen, SETTINGS["target_kl"], share=0.5, distributed=update.distributed
         )
@@ -75,7 +75,7 @@ def by_torchrl(folder, batches, wanted):
     trainer = Trainer(
         # What it collects is replaced by the rows.
         collector=TurnCollector(run.trainer.collector.env, run.policy, batch_size=SETTINGS["batch_size"]),
-        total_frames=sum(min(wanted, credit.found(rows)) for rows in batches),
+        total_frames=sum(min(wanted, DynamicSampling(credit).found(rows)) for rows in batches),
         frame_skip=1,
         loss_module=update.loss,
         optimizer=update.optimizer,
@@ -83,7 +83,7 @@ def by_torchrl(folder, batches, wanted):
         optim_steps_per_batch=1,
         progress_bar=False,
     )
-    trainer.register_op("batch_process", lambda _: credit(credit.choose(next(left).clone(), wanted)))
+    trainer.register_op("batch_process", lambda _: credit(DynamicSampling(credit).choose(next(left).clone(), wanted)))
     trainer.train()
     return shares, weights(run)
 

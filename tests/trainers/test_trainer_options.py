@@ -163,9 +163,9 @@ class TestOptions:
             rows[keys.TURN_IDS][number] = -1
             rows[keys.TURN_IDS][number, 1 : 1 + count] = 0
             rows[keys.TURN_IDS][number, 20:22] = 1
-        trainer.scorer.score_for_credit(rows)
+        trainer.dynamic_sampling.score(rows)
         before = rows.clone()
-        chosen = trainer.scorer.choose(rows, len(rows))
+        chosen = trainer.dynamic_sampling.choose(rows, len(rows))
         assert chosen[keys.GROUP_ID].unique().tolist() == kept
         assert set(rows.keys(True, True)) == set(before.keys(True, True))
         assert (rows == before).all(), "what was judged is still to be learned from"
@@ -178,8 +178,8 @@ class TestOptions:
         settings = {"kl_in": "reward", "kl_coeff": 0.5, "group_size": 2, "dynamic_sampling": 1}
         run = build_run(small_config(tmp_path, "GRPO", **settings), env=TwoTurns)
         rows = one_batch(run)
-        run.trainer.scorer.score_for_credit(rows)
-        assert len(run.trainer.scorer.choose(rows, len(rows))) == 0
+        run.trainer.dynamic_sampling.score(rows)
+        assert len(run.trainer.dynamic_sampling.choose(rows, len(rows))) == 0
         run.close()
 
     def test_dynamic_sampling(self, tmp_path):
@@ -233,9 +233,9 @@ class TestOptions:
         run = build_run(small_config(tmp_path, "LLMREINFORCE", max_iterations=1, dynamic_sampling=2, group_size=2))
         trainer, learned = run.trainer, []
         trainer.rollouts = StockCollector()
-        found, learn = trainer.scorer.found, trainer.learn
+        found, learn = trainer.dynamic_sampling.found, trainer.learn
         # Two batches in which every group gets credit, of which the first is not enough.
-        trainer.scorer.found = lambda rows: min(found(rows), 7)
+        trainer.dynamic_sampling.found = lambda rows: min(found(rows), 7)
         trainer.learn = lambda rows, **options: (learned.append(len(rows)), learn(rows, **options))[1]
         (metrics,) = trainer.train()
         assert (metrics["rollout/episodes"], learned) == (16, [8])

@@ -189,13 +189,13 @@ class TestUpdate:
         settings = {"kl_coeff": 0.2, "kl_in": "reward", "kl_decay_fraction": 0.5, "dynamic_sampling": 2}
         settings |= {"old_log_probs": "scorer"}
         trainer, scored = build_run(small_config(tmp_path, "GRPO", max_steps=200, **settings)).trainer, []
-        score = trainer.scorer.score_for_credit
+        score = trainer.dynamic_sampling.score
 
         def recorded(rows):
             score(rows)
             scored.append((trainer.loss.kl_fraction > 0, keys.OLD_LOG_PROB in rows))
 
-        monkeypatch.setattr(trainer.scorer, "score_for_credit", recorded)
+        monkeypatch.setattr(trainer.dynamic_sampling, "score", recorded)
         trainer.train()
         assert set(scored) == {(True, True), (False, False)}
 
@@ -205,13 +205,13 @@ class TestUpdate:
         settings = {"kl_coeff": 0.2, "kl_in": "reward", "kl_decay_fraction": fraction, "dynamic_sampling": 2}
         run, found = build_run(small_config(tmp_path, "GRPO", max_steps=200, **settings)), []
         trainer = run.trainer
-        count = trainer.scorer.found
+        count = trainer.dynamic_sampling.found
 
         def recorded(rows):
             found.append((trainer.steps, trainer.loss.value_estimator.kl_fraction))
             return count(rows)
 
-        monkeypatch.setattr(trainer.scorer, "found", recorded)
+        monkeypatch.setattr(trainer.dynamic_sampling, "found", recorded)
         trainer.loss.kl_fraction = 0.0  # what another run with this loss left
         trainer.train()
         assert len(found) > 3

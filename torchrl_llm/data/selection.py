@@ -48,6 +48,20 @@ def nonzero_variance(rows: TensorDictBase) -> Tensor:
     return torch.zeros_like(labels).index_add_(0, group, credited.long())[group] > 0
 
 
+def unsampled(turn_ids: Tensor, log_prob: Tensor) -> Tensor:
+    """Whether nobody sampled a row: it has NaN as the log-prob of each of its action tokens.
+
+    Args:
+        turn_ids: ``[B, L]`` int64, -1 off actions.
+        log_prob: ``[B, L]``, of the sampler.
+
+    Returns:
+        ``[B]`` bool; False without an action token.
+    """
+    actions = turn_ids >= 0
+    return actions.any(-1) & (log_prob.isnan() | ~actions).all(-1)
+
+
 def overlong(rows: TensorDictBase, max_response_length: int) -> Tensor:
     """Whether a length limit cut an episode: it was truncated, or one of its responses was.
 

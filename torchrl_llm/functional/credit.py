@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from torchrl_llm.functional._common import check_shapes, importance_ratio, masked, wide
-from torchrl_llm.functional.returns import reverse_scan, token_rewards, turn_inputs
+from torchrl_llm.functional.edges import token_rewards
+from torchrl_llm.functional.returns import reverse_scan, turn_inputs
 
 __all__ = [
     "overlong_penalty",
@@ -142,7 +143,7 @@ def token_gae(
     """Generalized advantage estimation with an action token as the step.
 
     ``gamma`` and ``lmbda`` apply per action token. Prompt and feedback tokens cost nothing and do
-    not cut credit; the reward lies where :func:`token_rewards` puts it.
+    not cut credit; the reward lies where :func:`~torchrl_llm.functional.token_rewards` puts it.
 
     Args:
         reward: ``[B, T]``, per turn.

@@ -1,4 +1,4 @@
-"""Returns of turns and of tokens: what follows a step, discounted."""
+"""Returns: what follows a step, discounted."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchrl_llm.functional._common import check_shapes, masked, wide
-from torchrl_llm.functional.turns import edge_positions, turn_lengths
 
-__all__ = ["discount", "episode_return", "token_rewards", "turn_returns"]
+__all__ = ["discount", "episode_return", "turn_returns"]
 
 
 def reverse_scan(x: Tensor, decay: Tensor, last: Tensor | None = None) -> Tensor:
@@ -107,31 +106,3 @@ def discount(mask: Tensor, gamma: float) -> Tensor:
     """
     before = (mask.cumsum(1) - mask.long()).double()
     return torch.where(mask, gamma**before, 0.0)
-
-
-def token_rewards(reward: Tensor, turn_ids: Tensor, mask: Tensor) -> Tensor:
-    """Put each turn's reward on its last action token; without one, on the last action token before
-    the turn.
-
-    Args:
-        reward: ``[B, T]``.
-        turn_ids: ``[B, L]`` int64, -1 off actions.
-        mask: ``[B, T]`` bool, the turns that were taken.
-
-    Returns:
-        ``[B, L]``, float32 or wider. A reward before the first action token belongs to no action
-        and is left out.
-
-    Examples:
-        >>> token_rewards(torch.tensor([[1.0, 2.0]]), torch.tensor([[-1, 0, 0, -1, 1]]), torch.ones(1, 2) > 0)
-        tensor([[0., 0., 1., 0., 2.]])
-    """
-    check_shapes(reward=reward, mask=mask)
-    num_turns = reward.shape[1]
-    acted = turn_lengths(turn_ids, num_turns) > 0
-    order = torch.arange(num_turns, device=reward.device).expand_as(acted)
-    host = torch.where(acted, order, -1).cummax(1).values
-    credit = masked(reward, mask & (host >= 0))
-    credit = torch.zeros_like(credit).scatter_add(1, host.clamp_min(0), credit)
-    target = edge_positions(turn_ids, num_turns, "last")
-    return credit.new_zeros(turn_ids.shape).scatter_add(1, target, masked(credit, acted))

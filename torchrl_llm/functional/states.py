@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from torchrl_llm.functional._common import check_shapes, joint_labels, label_totals, masked
+from torchrl_llm.functional.edges import edge_positions
 from torchrl_llm.functional.groups import Partial, check_groups
-from torchrl_llm.functional.turns import edge_positions, turn_lengths
+from torchrl_llm.functional.turns import turn_lengths
 from torchrl_llm.functional.units import mean_of_others
 from torchrl_llm.utils.options import check_value
 

@@ -1,5 +1,4 @@
-"""Statistics over a batch: normalization of returns and advantages, and metrics, which enter no
-gradient."""
+"""Statistics over a batch: normalization of returns and advantages."""
 
 from __future__ import annotations
 
@@ -12,12 +11,7 @@ from torch import Tensor
 
 from torchrl_llm.functional._common import all_sum, check_shapes, masked, wide
 
-__all__ = [
-    "SPREAD_TOLERANCE",
-    "effective_sample_size",
-    "explained_variance",
-    "standardize",
-]
+__all__ = ["SPREAD_TOLERANCE", "standardize"]
 
 
 # Float32 rounds by 6e-8 of a number: sums of the same rewards in another order differ by a few
@@ -103,64 +97,3 @@ def standardize(
     statistics = bind(batch_statistics, mask=mask, ddof=ddof, process_group=process_group)
     centered, std, spread = center(masked(x, mask), penalty, statistics)
     return masked(centered / torch.where(spread, std + eps, 1.0), mask)
-
-
-def effective_sample_size(log_ratio: Tensor, weight: Tensor) -> Tensor:
-    """Effective share of a weighted sample: ``(sum w r)^2 / (sum w * sum w r^2)``, in (0, 1].
-
-    Args:
-        log_ratio: any shape; ``r = exp(log_ratio)``.
-        weight: the shape of ``log_ratio``, >= 0.
-
-    Returns:
-        A scalar, float32 or wider; 0 where all weights are 0.
-
-    Examples:
-        >>> effective_sample_size(torch.zeros(4), torch.full((4,), 0.25))
-        tensor(1.)
-    """
-    check_shapes(log_ratio=log_ratio, weight=weight)
-    counted = weight > 0
-    log_ratio, weight = masked(log_ratio, counted), masked(weight, counted)
-    # The common factor of the ratios cancels; taking out the largest that counts avoids overflow
-    # and underflow.
-    if log_ratio.numel():
-        log_ratio = log_ratio - torch.where(counted, log_ratio, log_ratio.min()).max()
-    ratio = masked(log_ratio, counted).exp()
-    first, second = (weight * ratio).sum(), (weight * ratio.square()).sum()
-    # Not "> 0": NaN stays NaN.
-    return torch.where(second == 0, 0.0, first.square() / (weight.sum() * second))
-
-
-def explained_variance(value: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """``1 - Var(target - value) / Var(target)`` under ``weight``; at most 1, and 0 for a constant
-    value.
-
-    Args:
-        value: any shape, the predictions.
-        target: the shape of ``value``.
-        weight: the shape of ``value``, >= 0 (a mask will do).
-
-    Returns:
-        A scalar, float32 or wider; 0 where the target does not vary.
-
-    Examples:
-        >>> target = torch.tensor([0.0, 1.0, 2.0])
-        >>> explained_variance(target + 5, target, torch.ones(3))
-        tensor(1.)
-        >>> explained_variance(torch.zeros(3), target, torch.ones(3))
-        tensor(0.)
-    """
-    check_shapes(value=value, target=target, weight=weight)
-    counted = weight > 0
-    weight = masked(weight, counted)
-    share = weight / torch.where(weight.sum() > 0, weight.sum(), 1.0)
-
-    def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-        x = masked(x, counted)
-        mean = (share * x).sum()
-        return mean, (share * (x - mean).square()).sum()
-
-    mean, variance = moments(target)
-    varies = has_spread(mean, variance.sqrt())
-    return torch.where(varies, 1 - moments(target - value)[1] / torch.where(varies, variance, 1.0), 0.0)

@@ -4,7 +4,7 @@
 """
 
 from torchrl_llm import functional
-from torchrl_llm.objectives.base import TurnLoss
+from torchrl_llm.objectives.base import TurnLoss, write_loss_weights
 from torchrl_llm.objectives.estimators.base import TurnEstimator
 from torchrl_llm.objectives.estimators.critic import CriticEstimator, TurnGAE, TurnVTrace
 from torchrl_llm.objectives.estimators.group_relative import GroupRelative
@@ -14,13 +14,14 @@ from torchrl_llm.objectives.estimators.roles import RoleRelative
 from torchrl_llm.objectives.estimators.vine import TurnVine
 from torchrl_llm.objectives.grpo import LLMGRPOLoss
 from torchrl_llm.objectives.loss import TurnPolicyLoss
-from torchrl_llm.objectives.micro_batches import merge, total, write_loss_weights
+from torchrl_llm.objectives.micro_batches import merge, total
 from torchrl_llm.objectives.ppo import LLMPPOLoss
 from torchrl_llm.objectives.reinforce import LLMReinforceLoss
 from torchrl_llm.objectives.sft import LLMSFTLoss
-from torchrl_llm.objectives.steps import clipped_step
+from torchrl_llm.objectives.steps import MAX_SKIPPED_STEPS, NonFiniteGradientError, clipped_step
 
 __all__ = [
+    "MAX_SKIPPED_STEPS",
     "CriticEstimator",
     "GroupRelative",
     "ImitationWeights",
@@ -29,6 +30,7 @@ __all__ = [
     "LLMReinforceLoss",
     "LLMSFTLoss",
     "NoCredit",
+    "NonFiniteGradientError",
     "ReBN",
     "ReturnEstimator",
     "RoleRelative",

@@ -1,14 +1,16 @@
 """Base class of the losses: :class:`TurnLoss`.
 
-A loss is a **weighted sum** over tokens, and the weights belong to the optimizer batch
-(:mod:`~torchrl_llm.objectives.micro_batches`). The maths is in :mod:`torchrl_llm.functional`.
+A loss is a **weighted sum** over tokens, and the weights belong to the optimizer batch:
+:func:`write_loss_weights` writes them once, before the batch is split. The gradient then does not
+depend on how the rows are cut into micro-batches, padded or ordered. The maths is in
+:mod:`torchrl_llm.functional`.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import InitVar, dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -22,45 +24,11 @@ from torchrl.objectives.value import ValueEstimatorBase
 from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives.checks import check_names, check_terms, joined_keys, serve, shared_keys
+from torchrl_llm.objectives.checks import check_loss_options, check_names, check_terms
 from torchrl_llm.objectives.estimators.base import TurnEstimator
-from torchrl_llm.objectives.estimators.critic import TurnGAE
-from torchrl_llm.objectives.estimators.rows import RowReader
-from torchrl_llm.utils.options import Checked, Idle, NonNegative, Positive
-
-KLPlace = Literal["loss", "reward"]
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class TurnLossOptions(Checked):
-    """Options of every loss: which tokens count how much, and the entropy bonus.
-
-    The first paragraph of an option's docstring is its line in ``--help`` and in tables.
-    """
-
-    idle: ClassVar[tuple[Idle, ...]] = (
-        Idle(("weight_constant",), {"weighting": ("token", "turn", "sequence")}, 'set weighting to "constant"'),
-        Idle(("entropy_target",), {"entropy_coeff": (0,)}, "give the bonus a weight"),
-    )
-
-    weighting: F.WeightKind = "token"
-    """What counts equally in the loss: "token", "turn", "sequence", or "constant".
-
-    See :func:`~torchrl_llm.functional.loss_weights`.
-    """
-    weight_constant: Positive | None = None
-    """Tokens per episode of weighting="constant"."""
-    entropy_coeff: NonNegative = 0.0
-    """Weight of the entropy bonus.
-
-    Not 0 needs an actor that writes ``"entropy"``.
-    """
-    entropy_target: Positive | None = None
-    """Entropy of a token, in nats, up to which the bonus pays for it; None sets no bound.
-
-    Without one the bonus pays without bound for noise in the text. A trainer lowers it during a run
-    (``min_entropy_fraction``).
-    """
+from torchrl_llm.objectives.estimators.rows import RowKeys, RowReader
+from torchrl_llm.objectives.joining import estimator_of, join_keys, serve, shared_keys
+from torchrl_llm.objectives.options import KLPlace, TurnLossOptions
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -93,7 +61,7 @@ class TurnLoss(TurnLossOptions, RowReader, LossModule):
     """
 
     @dataclass
-    class _AcceptedKeys(TurnEstimator._AcceptedKeys):
+    class _AcceptedKeys(RowKeys):
         log_prob: NestedKey = keys.LOG_PROB
         entropy: NestedKey = keys.ENTROPY
         loss_weight: NestedKey = keys.LOSS_WEIGHT
@@ -123,17 +91,8 @@ class TurnLoss(TurnLossOptions, RowReader, LossModule):
         self.critic_network: Any = critic  # None without one
         # Of entropy_target and kl_coeff; a trainer sets them before each update.
         self.entropy_fraction = self._kl_fraction = 1.0
-        self._check_options()
+        check_loss_options(self)
         self.make_value_estimator(estimator)
-
-    def _check_options(self) -> None:
-        if self.weighting == "constant" and self.weight_constant is None:
-            raise ValueError('weighting="constant" takes a constant: set weight_constant, in tokens per episode.')
-        if self.entropy_coeff and not self._writes_entropy:
-            raise ValueError(
-                f"entropy_coeff is {self.entropy_coeff}, but the actor writes {list(self.actor_network.out_keys)}; "
-                f"expected {self.tensor_keys.entropy!r} among them (TokenScorer(..., entropy=True))."
-            )
 
     @property
     def functional(self) -> bool:
@@ -203,39 +162,15 @@ class TurnLoss(TurnLossOptions, RowReader, LossModule):
         Returns:
             The loss itself.
         """
-        value_type = TurnGAE if value_type is ValueEstimators.GAE else value_type or self.default_value_estimator
-        if value_type is None:
-            name = type(self).__name__
-            raise TypeError(
-                f"{name} has no estimator of its own: give it estimator=..., or its class default_value_estimator."
-            )
-        if isinstance(value_type, ValueEstimators):
-            raise NotImplementedError(f"{type(self).__name__} has no {value_type}: pass .GAE of these, or a class.")
-        if isinstance(value_type, ValueEstimatorBase) and hyperparams:
-            raise ValueError(f"An estimator instance takes no hyperparameters; got {sorted(hyperparams)}.")
-        if isinstance(value_type, type) and issubclass(value_type, TurnEstimator):
-            value_type, hyperparams = value_type(**hyperparams), {}
-        before = self._value_estimator
+        value_type, hyperparams = estimator_of(self, value_type, hyperparams)
         with ExitStack() as refused:
-            refused.callback(setattr, self, "_value_estimator", before)
+            refused.callback(setattr, self, "_value_estimator", self._value_estimator)
             super().make_value_estimator(value_type, **hyperparams)
-            if isinstance(estimator := self._value_estimator, TurnEstimator):
-                penalty = self.kl_coeff if self.kl_in == "reward" else 0.0
-                refused.callback(serve(estimator, self.critic_network, penalty))
+            refused.callback(serve(self, self.value_estimator))
             self._check_estimator()
-            ours, theirs = joined_keys(self, estimator)
-            self._value_estimator.set_keys(**theirs)
-            self.set_keys(**ours)
+            join_keys(self, self.value_estimator)
             refused.pop_all()
-        self.kl_fraction = self._kl_fraction  # the new estimator's too
         return self
-
-    @property
-    def _declared(self) -> TurnEstimator | type[TurnEstimator]:
-        """The estimator's declarations; TorchRL's own estimators have none, so our defaults hold
-        for them."""
-        estimator = self.value_estimator
-        return estimator if isinstance(estimator, TurnEstimator) else TurnEstimator
 
     def _check_estimator(self) -> None:
         """Refuse an estimator that does not go with the loss; a subclass adds its reasons."""
@@ -334,3 +269,24 @@ class TurnLoss(TurnLossOptions, RowReader, LossModule):
         if missing:
             raise KeyError(f"The rows have a loss weight but no {missing}: write all of them with write_loss_weights.")
         return {name: torch.where(turn_ids >= 0, weight, 0.0) for name, weight in written.items()}
+
+
+def write_loss_weights(
+    batch: TensorDictBase, loss_module: TurnLoss, process_group: dist.ProcessGroup | None = None
+) -> TensorDictBase:
+    """Write every weight that ``loss_module`` reads into an optimizer batch, before it is split
+    into micro-batches.
+
+    Args:
+        batch: ``[B]`` rows with ``"turn_ids"``, and ``"row_weight"`` if they count differently: all
+            rows of one optimizer step on this rank.
+        loss_module: the loss, which computes its weights (``"loss_weight"``; ``"critic_weight"``
+            too for PPO).
+        process_group: count over all ranks of this group; losses are then summed over the ranks.
+
+    Returns:
+        ``batch``.
+    """
+    names = loss_module.tensor_keys
+    weights = loss_module.weights(batch.get(names.turn_ids), process_group, batch.get(names.row_weight, None))
+    return batch.update({getattr(names, name): weight for name, weight in weights.items()})

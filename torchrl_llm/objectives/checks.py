@@ -1,22 +1,21 @@
 """What a loss and its estimator ask of each other: whose options are whose (:func:`check_names`),
-keys that both have (:func:`joined_keys`), what the one gives to the other (:func:`serve`), which
-go together (:func:`check_estimator`), which rewards are taken (:func:`wrong_penalty`); and what a
-loss of one's own must return (:func:`check_objective`, :func:`check_terms`)."""
+which go together (:func:`check_loss_options`, :func:`check_policy_options`,
+:func:`check_estimator`), which rows and rewards are taken (:func:`check_without_sampler`,
+:func:`wrong_penalty`); and what a loss of one's own must return (:func:`check_objective`,
+:func:`check_terms`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives.estimators.base import TurnEstimator
 from torchrl_llm.objectives.estimators.imitation import ImitationWeights, NoCredit
+from torchrl_llm.objectives.joining import declared
 from torchrl_llm.utils.hints import nearest
-from torchrl_llm.utils.options import ConfigError, brief, options_of
+from torchrl_llm.utils.options import brief, options_of
 
 
 def check_names(loss: Any, options: Mapping[str, Any]) -> None:
@@ -53,81 +52,33 @@ def _estimators(kind: Any) -> Iterator[Any]:
         yield from _estimators(each)
 
 
-def serve(estimator: TurnEstimator, critic: TensorDictModuleBase | None, kl_coeff: float) -> Callable[[], None]:
-    """Give an estimator what its loss has for it.
-
-    Args:
-        estimator: of the loss.
-        critic: the values of states are its, if the estimator has no critic of its own.
-        kl_coeff: weight of the KL that the loss leaves to the rewards; 0: none. An estimator that
-            takes no KL is left as it is.
-
-    Returns:
-        What undoes it, for a loss that refuses the estimator.
+def check_loss_options(loss: Any) -> None:
+    """Refuse options of a :class:`~torchrl_llm.objectives.TurnLoss` that lack what they need.
 
     Raises:
-        ConfigError: the estimator has another ``kl_coeff``, or serves a loss with another critic or
-            ``kl_coeff``.
+        ValueError: there is no constant to weigh by, or no entropy to pay for.
     """
-    name = type(estimator).__name__
-    if estimator.serves is not None and not (estimator.serves[0] is critic and estimator.serves[1] == kl_coeff):
-        raise ConfigError(
-            f"This {name} serves another loss, with a critic or a kl_coeff of its own: give each loss its own estimator."
+    if loss.weighting == "constant" and loss.weight_constant is None:
+        raise ValueError('weighting="constant" takes a constant: set weight_constant, in tokens per episode.')
+    written, entropy = loss.actor_network.out_keys, loss.tensor_keys.entropy
+    if loss.entropy_coeff and entropy not in written:
+        raise ValueError(
+            f"entropy_coeff is {loss.entropy_coeff}, but the actor writes {list(written)}; "
+            f"expected {entropy!r} among them (TokenScorer(..., entropy=True))."
         )
-    takes_kl = kl_coeff and "kl_coeff" in options_of(type(estimator))
-    if takes_kl and estimator.kl_coeff not in (0, kl_coeff):
-        raise ConfigError(
-            f"{name} has kl_coeff={estimator.kl_coeff}, and the loss leaves its KL to the reward with kl_coeff={kl_coeff}: give it to "
-            "one of them."
-        )
-    before, lent = (estimator.serves, estimator.kl_coeff), estimator.value_network is None
-
-    def undo() -> None:
-        estimator.serves, estimator.kl_coeff = before
-        if lent:
-            estimator.__dict__["value_network"] = None
-
-    estimator.serves = critic, kl_coeff
-    if lent:
-        # as TorchRL has it: the loss owns its parameters
-        estimator.__dict__["value_network"] = critic
-    if takes_kl:
-        estimator.kl_coeff = kl_coeff
-    return undo
 
 
-def shared_keys(loss: Any, estimator: Any) -> set[str]:
-    """Names of keys that a loss and its estimator both have; TorchRL's estimators have others
-    too."""
-    ours, theirs = ({field.name for field in fields(each.default_keys)} for each in (loss, estimator))
-    return ours & theirs
-
-
-def joined_keys(loss: Any, estimator: Any) -> tuple[dict[str, NestedKey], dict[str, NestedKey]]:
-    """What a loss and its new estimator have to be given so that they have the same keys: those
-    that were set on either.
-
-    Returns:
-        Keys for the loss, and for the estimator, by name.
+def check_policy_options(loss: Any) -> None:
+    """Refuse options of a :class:`~torchrl_llm.objectives.TurnPolicyLoss` that contradict each
+    other.
 
     Raises:
-        ValueError: one was set on both, and not the same.
+        ValueError: the KL has no gradient, or units are weighed twice.
     """
-    usual = TurnEstimator if isinstance(estimator, TurnEstimator) else type(estimator)
-    ours: dict[str, NestedKey] = {}
-    theirs: dict[str, NestedKey] = {}
-    for name in shared_keys(loss, estimator):
-        own, other = getattr(loss.tensor_keys, name), getattr(estimator.tensor_keys, name)
-        if other in (own, getattr(usual.default_keys, name)):
-            theirs[name] = own
-        elif own == getattr(loss.default_keys, name):
-            ours[name] = other
-        else:
-            raise ValueError(
-                f"{type(loss).__name__} has the key {own!r} as its {name}, and {type(estimator).__name__} {other!r}: set it on one of "
-                "them."
-            )
-    return ours, theirs
+    if loss.kl_kind == "k1" and loss.kl_in == "loss":
+        raise ValueError('kl_kind="k1" has no gradient in expectation; use "k2", "k3", or kl_in="reward".')
+    if loss.unit_weight == "equal" and loss.weighting not in ("token", loss.ratio_level):
+        raise ValueError(f'unit_weight="equal" weighs by {loss.ratio_level}; leave weighting={loss.weighting!r} out.')
 
 
 def check_terms(name: str, terms: Any) -> dict[str, Tensor]:
@@ -188,35 +139,57 @@ def check_objective(name: str, objective: Any, log_ratio: Tensor) -> Tensor:
     return objective
 
 
-def check_estimator(loss: Any, declared: TurnEstimator | type[TurnEstimator]) -> None:
+def check_estimator(loss: Any) -> None:
     """Refuse an estimator that does not go with a policy loss.
 
     Args:
         loss: a :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
-        declared: what its estimator declares.
 
     Raises:
         ValueError: the KL would be lost, nothing would be learned, or the ratio to the sampler
             would count twice.
     """
-    name = type(loss.value_estimator).__name__
-    if loss.kl_coeff and loss.kl_in == "reward" and not declared.kl_coeff:
+    name, says = type(loss.value_estimator).__name__, declared(loss.value_estimator)
+    if loss.kl_coeff and loss.kl_in == "reward" and not says.kl_coeff:
         raise ValueError(
             f"{type(loss).__name__} leaves its KL (kl_coeff={loss.kl_coeff}) to the reward, but {name} takes none out "
             'of it: the KL would be lost. Use kl_in="loss", kl_coeff=0, or a TurnEstimator with a kl_coeff.'
         )
     # Not isinstance: a subclass may give credit of its own.
     none = getattr(type(loss.value_estimator), "estimate", None) is NoCredit.estimate
-    if none and not (declared.kl_coeff or loss.learns_without_credit):
+    if none and not (says.kl_coeff or loss.learns_without_credit):
         raise ValueError(
             f"{name} gives no credit for rewards, and {type(loss).__name__} has no KL and no entropy bonus (kl_coeff and "
             "entropy_coeff are 0): nothing would be learned. Give the KL a weight, or use another estimator."
         )
-    if declared.corrects_sampler and (loss.clipping != "none" or loss.sampler_correction):
+    if says.corrects_sampler and (loss.clipping != "none" or loss.sampler_correction):
         raise ValueError(
             f"The advantages of the estimator {name} hold the ratio to the sampler already: with clipping={loss.clipping!r} and "
             f'sampler_correction={loss.sampler_correction!r} it would count twice. Use clipping="none" and no correction.'
         )
+
+
+def check_without_sampler(loss: Any, old_log_probs: str) -> None:
+    """Refuse rows without the log-probs of the policy that sampled, where something compares with
+    them.
+
+    Args:
+        loss: a :class:`~torchrl_llm.objectives.TurnLoss` that takes ratios.
+        old_log_probs: the setting.
+
+    Raises:
+        KeyError: says what needs them, and what to do.
+    """
+    needs = None
+    if old_log_probs == "sampler":
+        needs = 'old_log_probs="sampler" takes ratios against them: set "auto", which scores the old ones'
+    elif loss.corrects_sampler:
+        needs = "sampler_correction corrects for them: leave it out"
+    elif declared(loss.value_estimator).corrects_sampler:
+        needs = f"{type(loss.value_estimator).__name__} corrects for them: choose another estimator"
+    if needs is not None:
+        name = loss.tensor_keys.sample_log_prob
+        raise KeyError(f"The rows have no {name!r}, the log-probs of the policy that sampled, and {needs}.")
 
 
 def wrong_penalty(coeff: float, estimator: Any) -> Iterator[str]:

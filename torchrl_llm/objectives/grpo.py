@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrl_llm.objectives.estimators.group_relative import GroupRelative
-from torchrl_llm.objectives.loss import PolicyLossOptions, TurnPolicyLoss
+from torchrl_llm.objectives.loss import TurnPolicyLoss
+from torchrl_llm.objectives.options import PolicyLossOptions
 from torchrl_llm.utils.options import NonNegative
 
 

@@ -6,7 +6,7 @@ The three algorithms are in ``ppo.py``, ``reinforce.py`` and ``grpo.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
@@ -15,89 +15,12 @@ from torch import Tensor
 
 from torchrl_llm import functional as F
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives.base import KLPlace, TurnLoss, TurnLossOptions
-from torchrl_llm.objectives.checks import check_estimator, check_objective
+from torchrl_llm.objectives.base import TurnLoss
+from torchrl_llm.objectives.checks import check_estimator, check_objective, check_policy_options
 from torchrl_llm.objectives.estimators.base import TurnEstimator
 from torchrl_llm.objectives.estimators.returns import ReBN
+from torchrl_llm.objectives.options import PolicyLossOptions
 from torchrl_llm.objectives.sampler import SamplerRule
-from torchrl_llm.utils.options import Bound, Idle, NonNegative, Ratio
-
-UnitWeight = Literal["by_tokens", "equal"]
-Clipping = Literal["ppo", "cispo", "none"]
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class PolicyLossOptions(TurnLossOptions):
-    """Options of policy losses: the clipped ratio, the KL, and the sampler correction."""
-
-    idle: ClassVar[tuple[Idle, ...]] = (
-        *TurnLossOptions.idle,
-        Idle(("clip_epsilon",), {"clipping": ("none",)}, 'set clipping to "ppo" or "cispo"'),
-        Idle(("dual_clip",), {"clipping": ("cispo", "none")}, 'set clipping to "ppo"'),
-        Idle(
-            ("ratio_reduction", "unit_weight"), {"ratio_level": ("token",)}, 'set ratio_level to "turn" or "sequence"'
-        ),
-        Idle(("kl_kind",), {"kl_in": ("reward",)}, 'set kl_in to "loss"'),
-        Idle(("kl_kind", "kl_in"), {"kl_coeff": (0,)}, "give the KL a weight"),
-        Idle(("sampler_bounds", "sampler_level", "sampler_reduction"), {"sampler_correction": (None,)}, "choose one"),
-        Idle(("sampler_reduction",), {"sampler_level": ("token",)}, 'set sampler_level to "turn" or "sequence"'),
-    )
-
-    clipping: Clipping = "ppo"
-    """The objective: "ppo", "cispo" (every token keeps its gradient), or "none".
-
-    ``"ppo"`` takes the gradient from a token whose ratio has left the bounds; ``"cispo"`` bounds
-    the ratio as a weight; ``"none"`` is the plain importance-weighted objective.
-    """
-    clip_epsilon: NonNegative | tuple[NonNegative, NonNegative] = 0.2
-    """How far the ratio may move from 1, one number or [low, high]."""
-    dual_clip: Ratio | None = None
-    """Ratio beyond which a negative advantage has no gradient either ("ppo"); None is off."""
-    ratio_level: F.RatioLevel = "token"
-    """Importance ratio per "token", "turn" or "sequence".
-
-    The unit has one ratio, and is clipped as one.
-    """
-    ratio_reduction: F.RatioReduction = "mean"
-    """A unit's log-ratio is the "sum" of its tokens' or their "mean"."""
-    unit_weight: UnitWeight = "by_tokens"
-    """A unit counts "by_tokens", or all units are "equal".
-
-    By tokens it counts with the sum of its tokens' weights; with one token's under
-    ``ratio_reduction="sum"``. Equal are those of GSPO, and of other libraries' turn-level clip.
-    """
-    kl_coeff: NonNegative = 0.0
-    """Weight of the KL to the reference model (AgileRL's beta); 0 needs no reference.
-
-    A trainer can lower it during a run (``kl_decay_fraction``).
-    """
-    kl_kind: F.KLKind = "k3"
-    """The KL in the loss: "k3" or "k2".
-
-    ``"k3"`` has the forward KL's gradient, ``"k2"`` the reverse KL's; ``"k1"``, whose gradient is
-    zero in expectation, is refused. The term carries the (detached) ratio, so that it stays correct
-    after the first epoch.
-    """
-    kl_in: KLPlace = "loss"
-    """The KL in the "loss" or in the "reward".
-
-    In the reward, the estimator subtracts it.
-    """
-    sampler_correction: F.SamplerCorrection | None = None
-    """For samplers whose log-probs are not the trainer's: "truncate", "mask" or "reject"; None is
-    off.
-
-    Corrects objective and KL (Yao et al., 2025, "Your efficient RL framework secretly brings you
-    off-policy RL training"), by weights of ``w = old / sample``: to ``min(w, cap)``, to 0 where
-    ``w`` is out of bounds, or 1 or 0; see :func:`~torchrl_llm.functional.sampler_weights`. Needs
-    ``"old_log_prob"``: without it the ratio is taken against the sampler itself.
-    """
-    sampler_bounds: Bound | tuple[Bound, Bound] | None = None
-    """The correction's cap ("truncate"), or [low, high]."""
-    sampler_level: F.RatioLevel = "token"
-    """What has one such weight: "token", "turn" or "sequence"."""
-    sampler_reduction: F.RatioReduction = "sum"
-    """A unit's weight is computed from the "sum" or of the "mean" of its tokens' log-ratios."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -156,18 +79,10 @@ class TurnPolicyLoss(PolicyLossOptions, TurnLoss):
         self.clip_low, self.clip_high = bounds if isinstance(bounds, tuple | list) else (bounds, bounds)
         sampler = self.sampler_bounds, self.sampler_level, self.sampler_reduction
         self._sampler_rule = self.sampler_correction and SamplerRule(self.sampler_correction, *sampler)
-        super().__post_init__(actor, critic, estimator)
-
-    def _check_options(self) -> None:
-        if self.kl_kind == "k1" and self.kl_in == "loss":
-            raise ValueError('kl_kind="k1" has no gradient in expectation; use "k2", "k3", or kl_in="reward".')
+        check_policy_options(self)
         if self.unit_weight == "equal":
-            if self.weighting not in ("token", self.ratio_level):
-                raise ValueError(
-                    f'unit_weight="equal" weighs by {self.ratio_level}; leave weighting={self.weighting!r} out.'
-                )
             self.weighting = self.ratio_level
-        super()._check_options()
+        super().__post_init__(actor, critic, estimator)
         self.surrogate(torch.zeros(1, 1), torch.zeros(1, 1))  # raises on invalid bounds
 
     @property
@@ -186,7 +101,7 @@ class TurnPolicyLoss(PolicyLossOptions, TurnLoss):
         return out
 
     def _check_estimator(self) -> None:
-        check_estimator(self, self._declared)
+        check_estimator(self)
 
     # Not called objective_loss, say: TorchRL wraps every public attribute whose name ends in
     # "loss".
@@ -224,7 +139,8 @@ class TurnPolicyLoss(PolicyLossOptions, TurnLoss):
         gain = self._unit_weight(weight, turn_ids) * correction * objective
         # A sum and not a mean: micro-batches add up to the batch's gradient, however it is cut.
         terms = {"loss_objective": -gain.sum()}
-        terms |= self._diagnosis(weight, token_ratio.detach(), log_ratio.detach(), advantage)
+        clipped = self.surrogate(log_ratio.detach(), advantage)[1]
+        terms |= F.ratio_diagnostics(weight, token_ratio.detach(), log_ratio.detach(), clipped)
         if self._sampler_rule is not None:
             terms |= self._sampler_rule.metrics(correction, weight)
         if self.kl_coeff and self.kl_fraction:
@@ -270,16 +186,3 @@ class TurnPolicyLoss(PolicyLossOptions, TurnLoss):
             estimate = F.kl_estimate(log_prob, ref, self.kl_kind)
             terms["loss_kl"] = self.kl_fraction * self.kl_coeff * (weight * estimate).sum()
         return terms
-
-    @torch.no_grad()
-    def _diagnosis(
-        self, weight: Tensor, token_ratio: Tensor, log_ratio: Tensor, advantage: Tensor
-    ) -> dict[str, Tensor]:
-        clipped = self.surrogate(log_ratio, advantage)[1]
-        return {
-            # The tokens are the old policy's, so this is KL(old || new).
-            "kl_approx": (weight * F.kl_estimate(torch.zeros_like(token_ratio), token_ratio, "k3")).sum(),
-            "log_ratio": (weight * token_ratio.abs()).sum(),
-            "clip_fraction": (weight * clipped).sum(),
-            "ESS": F.effective_sample_size(log_ratio, weight),
-        }

@@ -1,10 +1,8 @@
-"""Helpers around a loss in a training loop: weights before a batch is split, and sums over its
-micro-batches.
+"""Sums over the micro-batches of an optimizer batch.
 
-The weights of a loss belong to the optimizer batch: :func:`write_loss_weights` writes them once,
-before the batch is split. The gradient then does not depend on how the rows are cut into
-micro-batches, padded or ordered. Micro-batches are added, never averaged: call ``backward`` on
-:func:`total`; :func:`merge` adds up their outputs.
+They are added, never averaged, because their weights are those of the whole batch
+(:func:`~torchrl_llm.objectives.write_loss_weights`): call ``backward`` on :func:`total`;
+:func:`merge` adds up their outputs.
 """
 
 from __future__ import annotations
@@ -12,38 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-
-from torchrl_llm.objectives.base import TurnLoss
 
 AVERAGED = ("ESS", "explained_variance", "sampler_rejected", "sampler_weight")
 """Outputs that :func:`merge` averages by the micro-batches' shares of the weight; all others are
 sums."""
-
-
-def write_loss_weights(
-    batch: TensorDictBase, loss_module: TurnLoss, process_group: dist.ProcessGroup | None = None
-) -> TensorDictBase:
-    """Write every weight that ``loss_module`` reads into an optimizer batch, before it is split
-    into micro-batches.
-
-    Args:
-        batch: ``[B]`` rows with ``"turn_ids"``, and ``"row_weight"`` if they count differently: all
-            rows of one optimizer step on this rank.
-        loss_module: the loss, which computes its weights (``"loss_weight"``; ``"critic_weight"``
-            too for PPO).
-        process_group: count over all ranks of this group; losses are then summed over the ranks.
-
-    Returns:
-        ``batch``.
-    """
-    names = loss_module.tensor_keys
-    weights = loss_module.weights(batch.get(names.turn_ids), process_group, batch.get(names.row_weight, None))
-    for name, weight in weights.items():
-        batch.set(getattr(loss_module.tensor_keys, name), weight)
-    return batch
 
 
 def total(losses: TensorDictBase) -> Tensor:

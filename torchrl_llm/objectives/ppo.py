@@ -13,7 +13,9 @@ from torch import Tensor
 from torchrl_llm import functional as F
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives.estimators.critic import TurnGAE
-from torchrl_llm.objectives.loss import PolicyLossOptions, TurnPolicyLoss
+from torchrl_llm.objectives.joining import declared
+from torchrl_llm.objectives.loss import TurnPolicyLoss
+from torchrl_llm.objectives.options import PolicyLossOptions
 from torchrl_llm.utils.options import NonNegative
 
 
@@ -79,7 +81,7 @@ class LLMPPOLoss(PPOOptions, TurnPolicyLoss):
 
     @property
     def _token_granularity(self) -> bool:
-        return self._declared.granularity == "token"
+        return declared(self.value_estimator).granularity == "token"
 
     def weights(self, turn_ids: Tensor, *counted: Any, **named: Any) -> dict[str, Tensor]:
         """The policy's weights, and the critic's: ``1/K`` for each of ``K`` turns (or ``1/N`` for
@@ -92,7 +94,9 @@ class LLMPPOLoss(PPOOptions, TurnPolicyLoss):
         """Each action token's value, or its turn's, as the estimator reads it; ``[B, L]``."""
         if self._token_granularity:
             return torch.where(turn_ids >= 0, value, 0.0)
-        turn_value = F.turn_reduce(value, turn_ids, F.count_turns(turn_ids), self._declared.value_reduction)
+        turn_value = F.turn_reduce(
+            value, turn_ids, F.count_turns(turn_ids), declared(self.value_estimator).value_reduction
+        )
         return F.turn_to_token(turn_value, turn_ids)
 
     def _score(self, tensordict: TensorDictBase) -> TensorDictBase:

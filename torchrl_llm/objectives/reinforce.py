@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrl_llm.objectives.base import KLPlace
 from torchrl_llm.objectives.estimators.returns import ReBN
-from torchrl_llm.objectives.loss import PolicyLossOptions, TurnPolicyLoss
+from torchrl_llm.objectives.loss import TurnPolicyLoss
+from torchrl_llm.objectives.options import KLPlace, PolicyLossOptions
 from torchrl_llm.utils.options import NonNegative
 
 

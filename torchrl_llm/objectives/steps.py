@@ -1,9 +1,10 @@
 """Optimizer steps: :func:`check_optimizer` before the first; :func:`clipped_step`, one by hand, as
-the trainer takes it."""
+the trainer takes it; :func:`report_skipped` for one that is not taken."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,14 @@ from torchrl_llm.objectives.base import TurnLoss
 from torchrl_llm.utils.options import ConfigError
 
 logger = logging.getLogger(__name__)
+
+MAX_SKIPPED_STEPS = 5
+"""Optimizer steps in a row whose gradient is not finite, after which a run ends."""
+
+
+class NonFiniteGradientError(FloatingPointError):
+    """Gradients stay NaN or infinite. Weights and optimizer are as after the last step that was
+    taken."""
 
 
 def own_parameters(loss: TurnLoss) -> list[nn.Parameter]:
@@ -39,6 +48,65 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[Te
     return [torch.nn.utils.clip_grad_norm_(group["params"], max_norm) for group in optimizer.param_groups]
 
 
+def drop_gradients(optimizer: torch.optim.Optimizer, names: Sequence[str], *, keep: str) -> None:
+    """Drop the gradients of all parameter groups but one, so that only that one is stepped.
+
+    Args:
+        optimizer: its groups are ``names``, in this order; later ones may be missing.
+        names: see :func:`group_names`.
+        keep: the name of the group that is stepped.
+    """
+    for name, group in zip(names, optimizer.param_groups, strict=False):
+        # None and not zeros, which AdamW would step with its moments and weight decay. A trunk that
+        # actor and critic share is in the actor's group, and keeps still too.
+        for parameter in group["params"] if name != keep else ():
+            parameter.grad = None
+
+
+def all_finite(norms: Sequence[Tensor]) -> bool:
+    """Whether all norms of a gradient are finite: with one wait for the device, and the same on all
+    ranks.
+
+    The norms are the same there: DDP has averaged the gradients, and with FSDP2 a norm covers
+    all shards.
+    """
+    return bool(torch.stack([norm.detach().isfinite().to(norms[0].device) for norm in norms]).all())
+
+
+def report_skipped(norms: Mapping[str, Tensor], in_a_row: int, *, iteration: int, loss_scale: float | None) -> None:
+    """Log an optimizer step that was not taken, because its gradient is not finite.
+
+    Args:
+        norms: of the gradient, by the name of their metric.
+        in_a_row: steps that were skipped since the last one that was taken.
+        iteration: of the run, from 0.
+        loss_scale: of float16, which was lowered for it; ``None``: it is not the cause.
+
+    Raises:
+        NonFiniteGradientError: :data:`MAX_SKIPPED_STEPS` were skipped in a row, this one for
+            another cause than the loss scale.
+    """
+    found = ", ".join(f"{name.rpartition('_')[2]} {norm.item():.3g}" for name, norm in norms.items())
+    iteration += 1  # as in the table of metrics
+    if loss_scale is not None:
+        said = "iteration %d: the loss scale is lowered to %g (norms of the gradient: %s)"
+        logger.info(said, iteration, loss_scale, found)
+        return
+    logger.warning(
+        "iteration %d: an optimizer step is skipped, because its gradient is not finite (norms: %s): weights and optimizer stay "
+        "as they are",
+        iteration,
+        found,
+    )
+    if in_a_row >= MAX_SKIPPED_STEPS:
+        raise NonFiniteGradientError(
+            f"The gradients of {in_a_row} optimizer steps in a row were not finite (norms of the last: {found}), so the "
+            f"run ends in iteration {iteration}. None of them was taken: the weights are finite. Look for the square root, the "
+            "logarithm or a division by 0 in a loss of your own (torch.autograd.set_detect_anomaly(True) names the operation); "
+            "with fp16, try bf16. resume=true continues from the last checkpoint."
+        )
+
+
 def clipped_step(optimizer: torch.optim.Optimizer, max_norm: float) -> bool:
     """Clip the gradient of each parameter group, step, and set gradients to zero; NaN and infinite
     gradients take no step.
@@ -64,7 +132,7 @@ def clipped_step(optimizer: torch.optim.Optimizer, max_norm: float) -> bool:
         (False, -0.5)
     """
     norms = clip_gradients(optimizer, max_norm)
-    finite = all(norm.isfinite().item() for norm in norms)
+    finite = all_finite(norms)
     if finite:
         optimizer.step()
     else:

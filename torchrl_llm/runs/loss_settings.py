@@ -11,12 +11,12 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from torchrl_llm import keys, objectives
-from torchrl_llm.objectives.base import TurnLossOptions
 from torchrl_llm.objectives.estimators.critic import GAEOptions
 from torchrl_llm.objectives.estimators.group_relative import GroupOptions
 from torchrl_llm.objectives.estimators.imitation import ImitationOptions
 from torchrl_llm.objectives.estimators.returns import ReBNOptions
 from torchrl_llm.objectives.grpo import GRPOOptions
+from torchrl_llm.objectives.options import TurnLossOptions
 from torchrl_llm.objectives.ppo import PPOOptions
 from torchrl_llm.objectives.reinforce import ReinforceOptions
 from torchrl_llm.utils.hints import nearest

@@ -9,23 +9,24 @@ import torch
 from accelerate import Accelerator
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor
 from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_llm import data, keys
+from torchrl_llm.data.selection import unsampled
 from torchrl_llm.modules.positions import prefix_cost
 from torchrl_llm.objectives import TurnEstimator, TurnLoss
+from torchrl_llm.objectives.checks import check_without_sampler
+from torchrl_llm.objectives.joining import declared
 from torchrl_llm.trainers.config import TrainerConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.utils.options import ConfigError
 
 
 class Credit:
-    """Scores rows with weights that do not change meanwhile, credits them, and chooses groups to
-    learn from.
+    """Scores rows with weights that do not change meanwhile, and credits them.
 
-    Called with rows ``[B]`` of whole groups, it does the first two and returns them, on the device
-    of the weights: the rows are what :class:`~torchrl_llm.trainers.Update` takes. The estimator is
+    Called with rows ``[B]`` of whole groups, it does both and returns them, on the device of the
+    weights: the rows are what :class:`~torchrl_llm.trainers.Update` takes. The estimator is
     the loss's present one, with statistics over all processes.
 
     Args:
@@ -47,16 +48,13 @@ class Credit:
 
     Examples:
         >>> from torchrl_llm.modules import TokenScorer
-        >>> from torchrl_llm.objectives import LLMGRPOLoss
+        >>> from torchrl_llm.objectives import LLMReinforceLoss
         >>> from torchrl_llm.testing.enumerable import EnumerableMDP, tiny_lm
         >>> actor = TokenScorer(tiny_lm(0))
         >>> rows = EnumerableMDP().rows(actor)
-        >>> rows = rows[rows["group_id"] == 0]
-        >>> credit = Credit(LLMGRPOLoss(actor, kl_coeff=0.0), distributed=Distributed.of(Accelerator(cpu=True)))
+        >>> credit = Credit(LLMReinforceLoss(actor, kl_coeff=0.0), distributed=Distributed.of(Accelerator(cpu=True)))
         >>> credit(rows)["advantage"].shape == rows["tokens"].shape
         True
-        >>> len(credit.choose(rows, 4))
-        4
     """
 
     def __init__(
@@ -99,8 +97,7 @@ class Credit:
     def corrects_sampler(self) -> bool:
         """Whether the advantages hold the ratio of the policy to the sampler, for which old
         log-probs are scored."""
-        estimator = self.loss.value_estimator
-        return isinstance(estimator, TurnEstimator) and estimator.corrects_sampler
+        return declared(self.loss.value_estimator).corrects_sampler
 
     @property
     def scores_old(self) -> bool:
@@ -123,8 +120,6 @@ class Credit:
         """Whether the estimator reads them: a stock one, while the KL that it takes out of the
         rewards has a weight."""
         return keys.REF_LOG_PROB in self.estimator.in_keys
-
-    # ---------------------------------------- scores and credit
 
     @contextmanager
     def _scoring(self) -> Iterator[None]:
@@ -160,20 +155,13 @@ class Credit:
 
         Log-probs of conversations that nobody sampled are NaN; they are deleted then.
         """
-        loss, needs = self.loss, None
-        name = loss.tensor_keys.sample_log_prob
-        if name not in loss.in_keys:
+        name = self.loss.tensor_keys.sample_log_prob
+        if name not in self.loss.in_keys:
             return False
-        if not self.distributed.all_reduce_max(name not in batch or _has_unknown(batch, batch[name])):
+        lacks = name not in batch or bool(unsampled(batch[keys.TURN_IDS], batch[name]).any())
+        if not self.distributed.all_reduce_max(lacks):
             return False
-        if self.config.old_log_probs == "sampler":
-            needs = 'old_log_probs="sampler" takes ratios against them: set "auto", which scores the old ones'
-        elif loss.corrects_sampler:
-            needs = "sampler_correction corrects for them: leave it out"
-        elif self.corrects_sampler:
-            needs = f"{type(loss.value_estimator).__name__} corrects for them: choose another estimator"
-        if needs is not None:
-            raise KeyError(f"The rows have no {name!r}, the log-probs of the policy that sampled, and {needs}.")
+        check_without_sampler(self.loss, self.config.old_log_probs)
         if name in batch:
             batch.del_(name)
         return True
@@ -185,82 +173,9 @@ class Credit:
         if coeff and limit is not None:
             buffer = self.config.overlong_buffer or limit
             data.penalize_overlong(batch, coeff, max_response_length=limit, buffer=buffer)
-        return self._estimate(batch)
+        return self.estimate(batch)
 
-    def _estimate(self, batch: TensorDictBase) -> TensorDictBase:
+    def estimate(self, batch: TensorDictBase) -> TensorDictBase:
+        """Write the credit for the rewards as they are into scored rows ``[B]``."""
         with self._scoring():
             return self.estimator(batch)
-
-    # ---------------------------------------- dynamic sampling
-
-    @property
-    def credit_reads_scores(self) -> bool:
-        """Whether advantages depend on log-probs or values that are scored; if not, only rows to
-        learn from are scored."""
-        return self.credit_reads_reference or self.corrects_sampler or self.loss.critic_network is not None
-
-    def score_for_credit(self, rows: TensorDictBase) -> None:
-        """:meth:`score` one batch of the collector, if its advantages depend on it: once, because
-        weights do not change meanwhile."""
-        if self.credit_reads_scores:
-            self.score(rows)
-
-    def fill(self, rows: TensorDictBase, wanted: int, more: Callable[[], TensorDictBase | None]) -> TensorDictBase:
-        """Add batches to ``rows`` until ``wanted`` episodes are in groups that get credit.
-
-        Args:
-            rows: ``[B]``, the first batch.
-            wanted: episodes, on all ranks.
-            more: returns a further batch, or ``None``: there is no more. It is called until all are
-                ``config.dynamic_sampling`` batches. Where the credit reads scores, its rows are
-                scored (:meth:`score_for_credit`), as the first are.
-
-        Returns:
-            All rows; :meth:`choose` takes those to learn from.
-        """
-        for _ in range(self.config.dynamic_sampling - 1):
-            if self.found(rows) >= wanted or (batch := more()) is None:
-                break
-            rows = data.cat_rows([rows, batch])
-        return rows
-
-    def found(self, rows: TensorDictBase) -> int:
-        """How many episodes of ``rows``, on all ranks, are in groups that get credit."""
-        return int(self.distributed.all_reduce_sum(int(self._nonzero_variance(rows).sum())))
-
-    def choose(self, rows: TensorDictBase, wanted: int) -> TensorDictBase:
-        """The rows of groups that get credit: at most ``wanted`` on all ranks, the first in the
-        order in which one process collects them.
-
-        Args:
-            rows: ``[B]``, whole groups, at least one on each rank, scored
-                (:meth:`score_for_credit`).
-            wanted: episodes; of several groups the last may be cut.
-
-        Returns:
-            The rows. With one process they are none where :meth:`found` is 0. With several a rank
-            that has none of them gets a group of ``rows`` with zero weight, because it takes the
-            steps with the others: :meth:`Distributed.own_rows` leaves it out.
-        """
-        chosen = rows[self._nonzero_variance(rows)]
-        ids = zip(chosen[keys.GROUP_ID].tolist(), chosen[keys.EPISODE_ID].tolist(), strict=True)
-        first = [episode for _, episode in sorted(self.distributed.all_gather(list(ids)))[:wanted]]
-        own = chosen[keys.EPISODE_ID]
-        chosen = chosen[torch.isin(own, torch.tensor(first, dtype=torch.int64, device=own.device))]
-        # A whole group, because GroupRelative refuses a part of one.
-        return self.distributed.nonempty(chosen, rows[rows[keys.GROUP_ID] == rows[keys.GROUP_ID][:1]])
-
-    def _nonzero_variance(self, rows: TensorDictBase) -> Tensor:
-        """Which rows are of groups that the update would learn from, ``[B]`` bool: what the
-        estimator makes of the score decides."""
-        # In a copy: the rows that are chosen are credited again, as one batch. Without
-        # `overlong_penalty`: it would find every group whose answers differ in length, also where
-        # all of them lost (DAPO judges its groups by the answers alone).
-        return data.nonzero_variance(self._estimate(rows.copy()))
-
-
-def _has_unknown(batch: TensorDictBase, log_prob: Tensor) -> bool:
-    """Whether a row ``[B, L]`` has NaN as the log-prob of each of its action tokens, which were not
-    sampled."""
-    actions = batch[keys.TURN_IDS] >= 0
-    return bool((actions.any(-1) & (log_prob.isnan() | ~actions).all(-1)).any())

@@ -143,9 +143,9 @@ class Distributed:
         # without credit.
         return rows if rows[keys.TOKENS].device == self.device else rows.to(self.device)
 
-    def nonempty(self, rows: TensorDictBase, spare: TensorDictBase) -> TensorDictBase:
-        """``rows``, or zero-weight copies of ``spare`` on a rank that has none and takes the step
-        with the others."""
+    def nonempty(self, rows: TensorDictBase, spare: TensorDictBase, count: int = 1) -> TensorDictBase:
+        """``rows``, or zero-weight copies of the first ``count`` of ``spare`` on a rank that has
+        none and takes the step with the others."""
         return rows
 
     def own_rows(self, rows: TensorDictBase) -> TensorDictBase:
@@ -239,8 +239,8 @@ class Several(Distributed):
             "average the gradients of the old ones: make another trainer, or start a run with init_from and merge_lora_configs."
         )
 
-    def nonempty(self, rows: TensorDictBase, spare: TensorDictBase) -> TensorDictBase:
-        return rows if rows.shape[0] else zero_weight_rows(spare)
+    def nonempty(self, rows: TensorDictBase, spare: TensorDictBase, count: int = 1) -> TensorDictBase:
+        return rows if rows.shape[0] else zero_weight_rows(spare[:count])
 
     def own_rows(self, rows: TensorDictBase) -> TensorDictBase:
         return rows[rows[keys.TURN_MASK].any(1)]

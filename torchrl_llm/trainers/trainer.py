@@ -40,6 +40,7 @@ from torchrl_llm.trainers.callbacks import Callback, RunStore
 from torchrl_llm.trainers.config import TrainerConfig, wrong_settings
 from torchrl_llm.trainers.credit import Credit
 from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.trainers.dynamic_sampling import DynamicSampling
 from torchrl_llm.trainers.evaluation import Evaluator
 from torchrl_llm.trainers.update import Update
 from torchrl_llm.utils.fixed import Delegated, Fixed
@@ -89,7 +90,8 @@ class LLMTrainer:
     replaced at any time.
 
     Attributes:
-        scorer: scores and credits rows, and chooses those to learn from.
+        scorer: scores and credits rows.
+        dynamic_sampling: chooses the groups to learn from.
         updater: takes the optimizer steps.
         iteration, steps, episodes: iterations, turns and episodes so far.
         best_success: the highest success rate of an evaluation.
@@ -170,6 +172,7 @@ class LLMTrainer:
             logprobs_match_trainer=lambda: self.logprobs_match_trainer and not self.rollouts.max_staleness,
             around=self._scoring,
         )
+        self.dynamic_sampling = DynamicSampling(self.scorer)
         # After the update was made, which shards the weights.
         if weight_sync is not None:
             weight_sync.parameter_gather = self.distributed.parameter_gather
@@ -336,7 +339,7 @@ class LLMTrainer:
                 return rows
             # Of the first batch: a stock collector does not say how many episodes it delivers.
             self._wanted = self.batch_size(rows)
-            return self.scorer.fill(rows, self._wanted, lambda: self._next_batch(batches))
+            return self.dynamic_sampling.fill(rows, self._wanted, lambda: self._next_batch(batches))
 
     def batch_size(self, rows: TensorDictBase) -> int:
         """How many episodes one batch of the collector has in all processes, where it delivered
@@ -355,9 +358,9 @@ class LLMTrainer:
             batch = self.replay_buffer[:].contiguous().to(self.distributed.device)
             self.replay_buffer.empty(empty_write_count=False)
         if self.config.dynamic_sampling:
-            sync = self.weight_sync if self.scorer.credit_reads_scores else None
+            sync = self.weight_sync if self.dynamic_sampling.reads_scores else None
             with nullcontext() if sync is None else sync.asleep():
-                self.scorer.score_for_credit(batch)
+                self.dynamic_sampling.score(batch)
         return batch
 
     @contextmanager
@@ -381,13 +384,13 @@ class LLMTrainer:
         else:
             self.seen_tasks.complete = False
         dynamic = bool(self.config.dynamic_sampling)
-        chosen = self.scorer.choose(batch, self._wanted) if dynamic else batch
+        chosen = self.dynamic_sampling.choose(batch, self._wanted) if dynamic else batch
         num_chosen = self.distributed.all_reduce_sum(self.distributed.own_rows(chosen).shape[0])
         metrics = rollout_metrics(collected, self.env_names)
         metrics["data/frac_nonzero_variance"] = num_chosen / collected.shape[0]
         metrics["data/staleness"] = staleness(collected, self.policy.policy_version)
         if num_chosen:
-            metrics |= self.learn(chosen, scored=dynamic and self.scorer.credit_reads_scores)
+            metrics |= self.learn(chosen, scored=dynamic and self.dynamic_sampling.reads_scores)
         else:
             logger.warning("iteration %d: no group has an advantage; nothing to learn from", self.iteration)
         self.iteration += 1
@@ -429,7 +432,7 @@ class LLMTrainer:
         own = self.distributed.own_rows(kept)  # lent rows are never overlong
         num_kept = self.distributed.all_reduce_sum(own.shape[0])
         # A whole group, because GroupRelative refuses a part of one.
-        kept = self.distributed.nonempty(kept, batch[: self.rollouts.group_size])
+        kept = self.distributed.nonempty(kept, batch, self.rollouts.group_size)
         metrics, added = {}, dict[str, float]()
         if num_kept:
             for callback in self.callbacks:

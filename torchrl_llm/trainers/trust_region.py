@@ -73,7 +73,7 @@ class TrustRegion:
         # Evenly spaced, because groups are neighbors; the same rows, however many processes share
         # them.
         chosen = data.spaced_rows(self.distributed.own_rows(rows), int(1 / share), self.distributed.process_group)
-        chosen = self.distributed.nonempty(chosen, rows[:1])
+        chosen = self.distributed.nonempty(chosen, rows)
         self._rows = chosen.select(*self._actor.in_keys, keys.ATTENTION_MASK)
         self._actions = chosen[keys.TURN_IDS] >= 0
         self._parameters: list[Tensor] = optimizer.param_groups[0]["params"]

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import chain
 
 import torch
 from accelerate import Accelerator
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_llm import data, keys
-from torchrl_llm.metrics.rollouts import checked_metrics, loss_metric
+from torchrl_llm import data
+from torchrl_llm.metrics.rollouts import loss_metric
+from torchrl_llm.metrics.updates import SKIPPED, update_metrics
 from torchrl_llm.modules.positions import prefix_cost
-from torchrl_llm.objectives import TurnLoss, total, write_loss_weights
-from torchrl_llm.objectives.steps import check_optimizer, clip_gradients, group_names
+from torchrl_llm.objectives import TurnLoss, steps, total, write_loss_weights
 from torchrl_llm.trainers.config import TrainerConfig, wrong_warmup
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.fsdp import full_on_cpu
 from torchrl_llm.trainers.trust_region import TrustRegion
-from torchrl_llm.utils.accelerated import check_accumulation
+from torchrl_llm.utils.accelerated import check_accumulation, lowered_loss_scale
 from torchrl_llm.utils.options import ConfigError
-
-logger = logging.getLogger(__name__)
-
-SKIPPED = "optim/skipped_steps"
-
-MAX_SKIPPED_STEPS = 5
-"""Optimizer steps in a row whose gradient is not finite, after which a run ends."""
-
-
-class NonFiniteGradientError(FloatingPointError):
-    """Gradients stay NaN or infinite. Weights and optimizer are as after the last step that was
-    taken."""
 
 
 class Update:
@@ -102,9 +88,9 @@ class Update:
         self.logprobs_match_trainer = logprobs_match_trainer or (lambda: not self.distributed.autocasts)
         self.on_step = on_step
         self.skipped_in_a_row = self.iteration = self._next_iteration = 0
-        self.group_names = group_names(loss)
+        self.group_names = steps.group_names(loss)
         # Before sharding, which fails with a KeyError on a parameter that is none of the loss's.
-        check_optimizer(optimizer, loss)
+        steps.check_optimizer(optimizer, loss)
         for problem in wrong_warmup(self.config, loss, num_groups=len(optimizer.param_groups)):
             raise ConfigError(problem)
         self.module, self.optimizer = self.distributed.prepare(loss, optimizer, *frozen)
@@ -128,13 +114,13 @@ class Update:
         Raises:
             ValueError: there are no rows, on any rank.
             NonFiniteGradientError: as many steps in a row as
-                :data:`~torchrl_llm.trainers.MAX_SKIPPED_STEPS` were skipped.
+                :data:`~torchrl_llm.objectives.MAX_SKIPPED_STEPS` were skipped.
         """
         if not self.distributed.all_reduce_sum(self.distributed.own_rows(batch).shape[0]):
             raise ValueError("There are no rows to learn from (no group has an advantage?): skip the update.")
         self.iteration = self._next_iteration if iteration is None else iteration
         self._next_iteration = self.iteration + 1
-        steps, added, region = [], [], self._region(batch)
+        measured, added, region = [], [], self._region(batch)
         for minibatch, last in self._passes(batch):
             metrics = self.accumulate(self.micro_batches(minibatch))
             if region is not None and region.settle(metrics.get("policy/kl_old")):
@@ -144,11 +130,9 @@ class Update:
             metrics |= self.step(region)
             if last and region is not None:
                 region.settle(None)
-            steps.append(metrics)
+            measured.append(metrics)
             added.append(self._added(minibatch, metrics))
-        means = _means(steps) | {SKIPPED: sum(metrics[SKIPPED].item() for metrics in steps)}
-        means |= checked_metrics(_means(added), source="callbacks")
-        means |= self.log_prob_gap(batch, steps[0]) | _at_start(steps[0])
+        means = update_metrics(measured, added, batch, self.distributed.all_reduce_mean)
         return means if region is None else means | region.metrics()
 
     def _region(self, batch: TensorDictBase) -> TrustRegion | None:
@@ -189,7 +173,7 @@ class Update:
         size = self.config.minibatch_size or int(distributed.all_reduce_sum(own.shape[0]))
         found = data.minibatches(own, size, generator=self.generator, process_group=distributed.process_group)
         # One spare row will do: the credit is written, and no groups are compared any more.
-        return [distributed.nonempty(rows, batch[:1]) for rows in found]
+        return [distributed.nonempty(rows, batch) for rows in found]
 
     def micro_batches(self, rows: TensorDictBase) -> list[TensorDictBase]:
         """An optimizer batch with its loss weights, cut so that a part fits into memory; equally
@@ -231,10 +215,10 @@ class Update:
 
         Raises:
             NonFiniteGradientError: as many steps in a row as
-                :data:`~torchrl_llm.trainers.MAX_SKIPPED_STEPS` were skipped.
+                :data:`~torchrl_llm.objectives.MAX_SKIPPED_STEPS` were skipped.
         """
         norms = self.clip()
-        taken = _all_finite(norms, self.distributed.device)
+        taken = steps.all_finite([*norms.values()])
         if taken:
             self.skipped_in_a_row = 0
             if region is None:
@@ -243,105 +227,19 @@ class Update:
                 region.take(self.optimizer.step)
         self.optimizer.zero_grad(set_to_none=True)
         if not taken:
-            self._skip(norms)
+            # In float16 a loss scale that is too high makes gradients infinite, as is normal in the
+            # first steps of a run: only other steps count.
+            scale = lowered_loss_scale(self.distributed.accelerator)
+            self.skipped_in_a_row += scale is None
+            steps.report_skipped(norms, self.skipped_in_a_row, iteration=self.iteration, loss_scale=scale)
         return (norms if taken else {}) | {SKIPPED: torch.tensor(float(not taken))}
-
-    def _skip(self, norms: Mapping[str, Tensor]) -> None:
-        """Account for an optimizer step that is not taken, because a norm of its gradient is not
-        finite.
-
-        In float16 a loss scale that is too high makes gradients infinite: it is lowered, as is
-        normal in the first steps of a run. All other steps count, and
-        :data:`~torchrl_llm.trainers.MAX_SKIPPED_STEPS` in a row end the run.
-        """
-        found = ", ".join(f"{name.rpartition('_')[2]} {norm.item():.3g}" for name, norm in norms.items())
-        iteration = self.iteration + 1  # as in the table of metrics
-        if (scale := _lowered_loss_scale(self.distributed.accelerator)) is not None:
-            logger.info(
-                "iteration %d: the loss scale is lowered to %g (norms of the gradient: %s)", iteration, scale, found
-            )
-            return
-        self.skipped_in_a_row += 1
-        logger.warning(
-            "iteration %d: an optimizer step is skipped, because its gradient is not finite (norms: %s): weights and optimizer stay "
-            "as they are",
-            iteration,
-            found,
-        )
-        if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
-            raise NonFiniteGradientError(
-                f"The gradients of {self.skipped_in_a_row} optimizer steps in a row were not finite (norms of the last: {found}), so the "
-                f"run ends in iteration {iteration}. None of them was taken: the weights are finite. Look for the square root, the "
-                "logarithm or a division by 0 in a loss of your own (torch.autograd.set_detect_anomaly(True) names the operation); "
-                "with fp16, try bf16. resume=true continues from the last checkpoint."
-            )
 
     def clip(self) -> dict[str, Tensor]:
         """Clip the gradient, actor and critic apart; returns the norms before."""
         if self.warms_up_critic:
-            # None and not zeros, which AdamW would step with its moments and weight decay. A trunk
-            # that actor and critic share is in the actor's group, and keeps still too.
-            groups = zip(self.group_names, self.optimizer.param_groups, strict=False)
-            for parameter in chain.from_iterable(group["params"] for name, group in groups if name != "critic"):
-                parameter.grad = None
+            steps.drop_gradients(self.optimizer, self.group_names, keep="critic")
         # Once for all groups: a gradient scaler refuses to unscale twice.
         self.distributed.accelerator.unscale_gradients(self.optimizer)
-        norms = clip_gradients(self.optimizer, self.config.max_grad_norm)
+        norms = steps.clip_gradients(self.optimizer, self.config.max_grad_norm)
         named = zip(self.group_names, norms, strict=False)
         return {f"optim/grad_norm_{name}": full_on_cpu(norm) for name, norm in named}
-
-    def log_prob_gap(self, batch: TensorDictBase, first_step: Mapping[str, Tensor]) -> dict[str, float]:
-        """The mean difference of the log-probs of scorer and sampler before the update; nothing for
-        a loss without ratios."""
-        name = "policy/log_prob_gap"
-        if keys.OLD_LOG_PROB not in batch:
-            # The ratio is to the sampler then, and before the first step the model is the one that
-            # sampled.
-            ratio = first_step.get("policy/log_ratio")
-            return {} if ratio is None else {name: ratio.item()}
-        if keys.SAMPLE_LOG_PROB not in batch:
-            return {}
-        actions = batch[keys.TURN_IDS] >= 0
-        gap = (batch[keys.OLD_LOG_PROB] - batch[keys.SAMPLE_LOG_PROB])[actions].abs()
-        return {name: self.distributed.all_reduce_mean(gap)}
-
-
-def _all_finite(norms: Mapping[str, Tensor], device: torch.device) -> bool:
-    """Whether all norms of a gradient are finite: with one wait for the device, and the same on all
-    ranks.
-
-    The norms are the same there: DDP has averaged the gradients, and with FSDP2 a norm covers
-    all shards.
-    """
-    return bool(torch.stack([norm.detach().isfinite().to(device) for norm in norms.values()]).all())
-
-
-def _lowered_loss_scale(accelerator: Accelerator) -> float | None:
-    """The loss scale of float16 after it was lowered for a step that is skipped; ``None``: it
-    cannot be the cause.
-
-    Only a scale above 1 can: without any scale, smaller gradients are lost and not infinite.
-    """
-    scaler = accelerator.scaler
-    if scaler is None:
-        return None
-    before = scaler.get_scale()
-    # In place of scaler.step(), which would skip the step too, but takes one whose gradient is
-    # finite and too large for a norm.
-    scaler.update()
-    after = scaler.get_scale()
-    return after if 1.0 <= after < before else None
-
-
-def _at_start(first_step: Mapping[str, Tensor]) -> dict[str, float]:
-    """The KL to the reference of the weights before the update: the mean over steps has what the
-    update itself moved."""
-    start = first_step.get("policy/kl_reference")
-    return {} if start is None else {"policy/kl_reference_start": start.item()}
-
-
-def _means(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """The mean of each metric, over the steps that have it."""
-    names = dict.fromkeys(name for step in steps for name in step)
-    # One transfer from the device for a metric, and not one for each step.
-    return {name: torch.stack([step[name] for step in steps if name in step]).mean().item() for name in names}

@@ -110,3 +110,20 @@ def fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | No
         if accelerator.mixed_precision != "no":
             plugin.set_mixed_precision(accelerator.mixed_precision)
     return plugin
+
+
+def lowered_loss_scale(accelerator: Accelerator) -> float | None:
+    """The loss scale of float16 after it was lowered for a step that is skipped; ``None``: it
+    cannot be the cause.
+
+    Only a scale above 1 can: without any scale, smaller gradients are lost and not infinite.
+    """
+    scaler = accelerator.scaler
+    if scaler is None:
+        return None
+    before = scaler.get_scale()
+    # In place of scaler.step(), which would skip the step too, but takes one whose gradient is
+    # finite and too large for a norm.
+    scaler.update()
+    after = scaler.get_scale()
+    return after if 1.0 <= after < before else None

@@ -18,38 +18,19 @@ from torch import Tensor
 from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_llm import functional as F
-from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives.estimators.granularity import Granularity
-from torchrl_llm.objectives.estimators.rows import RowReader, check_finite, check_ids
-from torchrl_llm.utils.options import Checked, Count, Idle, NonNegative, Positive, Share
-
-
-# eq=False, here and in the options of all modules: a dataclass with == has no hash, which
-# torch.nn.Module.modules() needs. repr=False keeps the module's own.
-@dataclass(kw_only=True, eq=False, repr=False)
-class EstimatorOptions(Checked):
-    """Options of :class:`TurnEstimator`, and so of nearly every estimator: discount and bound."""
-
-    idle: ClassVar[tuple[Idle, ...]] = (Idle(("discounted_objective",), {"gamma": (1,)}, "discount (gamma below 1)"),)
-
-    gamma: Share = 1.0
-    """Discount per turn.
-
-    At token granularity, per action token.
-    """
-    discounted_objective: bool = False
-    """Weigh turn k by gamma^k, as the gradient of the discounted return does.
-
-    Practice drops the factor: later turns then count as much as early ones, and the expected
-    gradient is the gradient of no objective (Thomas, 2014, "Bias in natural actor-critic
-    algorithms"; Nota and Thomas, 2020, arXiv:1906.07073).
-    """
-    clip_advantage: Positive | None = None
-    """Bound on the absolute value of advantages; None sets none.
-
-    Of normalized ones too.
-    """
+from torchrl_llm.objectives.estimators.rows import (
+    RowKeys,
+    RowReader,
+    check_finished,
+    check_finite,
+    check_ids,
+    check_no_units,
+    where_read,
+)
+from torchrl_llm.objectives.options import EstimatorOptions
+from torchrl_llm.utils.options import Count, NonNegative
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -68,32 +49,8 @@ class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
         **options: of :class:`EstimatorOptions`, and the following.
     """
 
-    @dataclass
-    class _AcceptedKeys:
-        advantage: NestedKey = keys.ADVANTAGE
-        value_target: NestedKey = keys.VALUE_TARGET
-        value: NestedKey = keys.STATE_VALUE
-        bootstrap_value: NestedKey = keys.BOOTSTRAP_VALUE
-        reward: NestedKey = keys.TURN_REWARD
-        terminated: NestedKey = keys.TURN_TERMINATED
-        truncated: NestedKey = keys.TURN_TRUNCATED
-        success: NestedKey = keys.TURN_SUCCESS
-        mask: NestedKey = keys.TURN_MASK
-        turn_ids: NestedKey = keys.TURN_IDS
-        tokens: NestedKey = keys.TOKENS
-        group_id: NestedKey = keys.GROUP_ID
-        unit: NestedKey = keys.TURN_UNIT
-        row_weight: NestedKey = keys.ROW_WEIGHT
-        sampled_value: NestedKey = keys.SAMPLED_VALUE
-        turn_value: NestedKey = keys.TURN_VALUE
-        turn_num_compared: NestedKey = keys.TURN_NUM_COMPARED
-        turn_advantage: NestedKey = keys.TURN_ADVANTAGE
-        turn_value_target: NestedKey = keys.TURN_VALUE_TARGET
-        sample_log_prob: NestedKey = keys.SAMPLE_LOG_PROB
-        old_log_prob: NestedKey = keys.OLD_LOG_PROB
-        ref_log_prob: NestedKey = keys.REF_LOG_PROB
-
-    default_keys = _AcceptedKeys
+    _AcceptedKeys = RowKeys
+    default_keys = RowKeys
 
     _reads: ClassVar[tuple[str, ...]] = ("reward", "mask", "terminated", "truncated", "turn_ids")
     _writes: ClassVar[tuple[str, ...]] = ("advantage", "value_target", "turn_advantage", "turn_value_target")
@@ -192,17 +149,14 @@ class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
         """Write advantages and value targets into ``tensordict`` (rows, ``[B]``) and return it."""
         if params is not None or target_params is not None:
             raise ValueError(f"{type(self).__name__} runs plain modules; params and target_params must be None.")
-        group_id = self._get(tensordict, "group_id") if "group_id" in self._reads else None
-        check_ids(tensordict, self._get(tensordict, "turn_ids"), group_id)
-        self._check_units(tensordict)
-        self._check_finished(tensordict)
+        self._check_rows(tensordict)
         rows = tensordict
         if self.kl_coeff and not self.takes_kl:
             reward = self._get(tensordict, "reward") + self._turn_penalty(tensordict)
             # In a shallow copy: in the batch itself, a second estimate would subtract the KL again.
             rows = tensordict.copy().set(self.tensor_keys.reward, reward)
         credit = self._complete(tensordict, self.estimate(rows))
-        check_finite(type(self).__name__, self._numbers(tensordict, credit))
+        self._check_numbers(tensordict, credit)
         for name, value in credit.items():
             tensordict.set(getattr(self.tensor_keys, name), value)
         return tensordict
@@ -233,14 +187,6 @@ class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
         reward, mask, turn_ids = (self._get(tensordict, name) for name in ("reward", "mask", "turn_ids"))
         return reward, mask, turn_ids, mask & (F.turn_lengths(turn_ids, mask.shape[1]) > 0)
 
-    def _at_end(self, tensordict: TensorDictBase, name: str) -> Tensor:
-        """A flag of each row's last turn, ``[B]``; False in a row without turns."""
-        flag, mask = self._get(tensordict, name), self._get(tensordict, "mask")
-        order = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-        last = torch.where(mask, order, -1).amax(1, keepdim=True)
-        # A row without turns has -1 here, which is not an index.
-        return (flag.gather(1, last.clamp_min(0)) & (last >= 0)).squeeze(1)
-
     def _kl_penalty(self, tensordict: TensorDictBase) -> Tensor:
         """The KL penalty added to each action token's reward, ``[B, L]``; 0 elsewhere, and where
         the KL has no weight."""
@@ -269,32 +215,19 @@ class TurnEstimator(EstimatorOptions, RowReader, ValueEstimatorBase):
             advantage = advantage * F.discount(taken, self.gamma).to(advantage.dtype)
         return advantage
 
-    def _check_units(self, tensordict: TensorDictBase) -> None:
-        if not self.respects_units and tensordict.get(self.tensor_keys.unit, None) is not None:
-            raise ValueError(
-                f"Some of the rows count as one ({self.tensor_keys.unit!r}), such as those of a tree, and {type(self).__name__} does not know "
-                "which. Collect without them, or use GroupRelative, ReBN or TurnGAE; an estimator of your own that reads "
-                "units, or compares no rows, says respects_units = True."
-            )
-
-    def _check_finished(self, tensordict: TensorDictBase) -> None:
+    def _check_rows(self, tensordict: TensorDictBase) -> None:
+        group_id = self._get(tensordict, "group_id") if "group_id" in self._reads else None
+        check_ids(tensordict, self._get(tensordict, "turn_ids"), group_id)
+        if not self.respects_units:
+            check_no_units(type(self).__name__, tensordict, self.tensor_keys.unit)
         ended = self._at_end(tensordict, "terminated") | self._at_end(tensordict, "truncated")
-        open_rows = self._get(tensordict, "mask").any(1) & ~ended
-        if bool(open_rows.any()):
-            raise ValueError(
-                f"Row(s) {open_rows.nonzero().flatten().tolist()} end in a turn that is neither terminated nor "
-                "truncated. Credit needs finished episodes: collect whole episodes."
-            )
+        check_finished(self._get(tensordict, "mask"), ended)
 
-    def _numbers(self, tensordict: TensorDictBase, credit: dict[str, Tensor]) -> dict[NestedKey, tuple[Tensor, Tensor]]:
-        """The numbers that were read and found, and where each counts, by key; inputs come
-        first."""
+    def _check_numbers(self, tensordict: TensorDictBase, credit: dict[str, Tensor]) -> None:
+        """Refuse what is not finite among the numbers that were read and found."""
         action, mask = self._get(tensordict, "turn_ids") >= 0, self._get(tensordict, "mask")
-        cut = self._at_end(tensordict, "truncated") & ~self._at_end(tensordict, "terminated")
+        places = where_read(action, mask, self._cut_off(tensordict))
         penalized = {self._old_name(tensordict), "ref_log_prob"} if self.kl_coeff and self.kl_fraction else set()
-        read = penalized.union(self._reads)
-        inputs = {"reward": mask} | dict.fromkeys(("old_log_prob", "sample_log_prob", "ref_log_prob"), action)
-        found = {"value": action, "bootstrap_value": cut, "advantage": action, "value_target": action}
-        numbers = {name: (self._get(tensordict, name), place) for name, place in inputs.items() if name in read}
-        numbers |= {name: (credit[name], place) for name, place in found.items() if name in credit}
-        return {getattr(self.tensor_keys, name): number for name, number in numbers.items()}
+        read = {name: self._get(tensordict, name) for name in penalized.union(self._reads) & places.keys()} | credit
+        numbers = {name: (read[name], place) for name, place in places.items() if name in read}
+        check_finite(type(self).__name__, {getattr(self.tensor_keys, name): each for name, each in numbers.items()})

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from torchrl_llm import functional as F
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives.estimators.base import EstimatorOptions, TurnEstimator
+from torchrl_llm.objectives.estimators.base import TurnEstimator
 from torchrl_llm.objectives.estimators.granularity import SINGLE_TURN_IDLE, TOKEN_IDLE, Granularity, step_of
+from torchrl_llm.objectives.options import EstimatorOptions
 from torchrl_llm.utils.options import NonNegative, Share
 
 
@@ -45,8 +46,7 @@ class CriticEstimator(TurnEstimator):
         return {name: value for name, value in found.items() if value is not None}
 
     def _bootstrap(self, tensordict: TensorDictBase, values: dict[str, Tensor]) -> Tensor | None:
-        # An environment that sets both flags has ended: what follows is worth 0.
-        needed = self._at_end(tensordict, "truncated") & ~self._at_end(tensordict, "terminated")
+        needed = self._cut_off(tensordict)
         if "bootstrap_value" in values:
             return torch.where(needed, values["bootstrap_value"], 0.0)
         if bool(needed.any()):

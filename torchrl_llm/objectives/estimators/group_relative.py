@@ -13,8 +13,9 @@ from torch import Tensor
 
 from torchrl_llm import functional as F
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives.estimators.returns import ReturnEstimator, ReturnOptions, numbers_of
-from torchrl_llm.objectives.estimators.rows import extra_of
+from torchrl_llm.objectives.estimators.returns import ReturnEstimator
+from torchrl_llm.objectives.estimators.rows import extra_of, numbers_of
+from torchrl_llm.objectives.options import ReturnOptions
 from torchrl_llm.utils.options import Count, Finite, Idle, Natural, NonNegative, check_value
 
 Credit = Literal["episode", "turn", "state"]

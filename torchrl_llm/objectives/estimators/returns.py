@@ -12,36 +12,13 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm import functional as F
-from torchrl_llm.objectives.estimators.base import EstimatorOptions, TurnEstimator
+from torchrl_llm.objectives.estimators.base import TurnEstimator
 from torchrl_llm.objectives.estimators.granularity import SINGLE_TURN_IDLE, TOKEN_IDLE, Granularity, step_of
-from torchrl_llm.objectives.estimators.rows import extra_of
+from torchrl_llm.objectives.estimators.rows import numbers_of
+from torchrl_llm.objectives.options import ReturnOptions
 from torchrl_llm.utils.options import Natural, NonNegative, Share
 
 Population = Literal["batch", "none"]
-
-
-def numbers_of(rows: TensorDictBase, option: str, name: str) -> Tensor:
-    """The extra ``name``, a number, that an ``option`` asks for: ``[B, T]``; 0 for a turn that has
-    none. Raises: see :func:`~torchrl_llm.objectives.estimators.rows.extra_of`."""
-    instead = "give one that the environment declares as a number"
-    return extra_of(rows, name, float, option=option, instead=instead).nan_to_num(0.0)
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class ReturnOptions(EstimatorOptions):
-    """Options of :class:`ReturnEstimator`: those of every estimator, and the potential."""
-
-    potential: str | None = None
-    """Shape rewards by this extra, the potential of the state before each turn: a baseline of
-    returns.
-
-    A number that the environment declares and gives with every turn: the potential ``phi(s_k)`` of
-    the state in which turn ``k`` was decided. Each turn is paid ``gamma * phi(s_{k+1}) - phi(s_k)``
-    more, with 0 after the end, which changes no optimal policy (Ng et al., 1999, "Policy invariance
-    under reward transformations"). Over the rest of an episode these payments add up to
-    ``-phi(s_k)``: in a return the potential is a baseline that depends on the state alone, and the
-    expected gradient stays the same. A turn without the number (NaN) counts as 0.
-    """
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

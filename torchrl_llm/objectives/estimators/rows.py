@@ -1,8 +1,9 @@
-"""How losses and estimators read rows: :class:`RowReader`, :func:`extra_of`; ids and numbers that
-estimators refuse: :func:`check_ids`, :func:`check_finite`."""
+"""How losses and estimators read rows: :class:`RowReader`, :func:`extra_of`; what estimators refuse
+of them: :func:`check_ids`, :func:`check_no_units`, :func:`check_finished`, :func:`check_finite`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,35 @@ from torch import Tensor
 from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
+
+
+@dataclass
+class RowKeys:
+    """The keys of rows that estimators read and write, by the names under which ``set_keys`` takes
+    others."""
+
+    advantage: NestedKey = keys.ADVANTAGE
+    value_target: NestedKey = keys.VALUE_TARGET
+    value: NestedKey = keys.STATE_VALUE
+    bootstrap_value: NestedKey = keys.BOOTSTRAP_VALUE
+    reward: NestedKey = keys.TURN_REWARD
+    terminated: NestedKey = keys.TURN_TERMINATED
+    truncated: NestedKey = keys.TURN_TRUNCATED
+    success: NestedKey = keys.TURN_SUCCESS
+    mask: NestedKey = keys.TURN_MASK
+    turn_ids: NestedKey = keys.TURN_IDS
+    tokens: NestedKey = keys.TOKENS
+    group_id: NestedKey = keys.GROUP_ID
+    unit: NestedKey = keys.TURN_UNIT
+    row_weight: NestedKey = keys.ROW_WEIGHT
+    sampled_value: NestedKey = keys.SAMPLED_VALUE
+    turn_value: NestedKey = keys.TURN_VALUE
+    turn_num_compared: NestedKey = keys.TURN_NUM_COMPARED
+    turn_advantage: NestedKey = keys.TURN_ADVANTAGE
+    turn_value_target: NestedKey = keys.TURN_VALUE_TARGET
+    sample_log_prob: NestedKey = keys.SAMPLE_LOG_PROB
+    old_log_prob: NestedKey = keys.OLD_LOG_PROB
+    ref_log_prob: NestedKey = keys.REF_LOG_PROB
 
 
 class RowReader:
@@ -45,6 +75,18 @@ class RowReader:
         rows = self._get(tensordict, "turn_ids").shape[:1]
         return TensorDict({key: tensordict.get(key) for key in network.in_keys}, batch_size=rows)
 
+    def _at_end(self, tensordict: TensorDictBase, name: str) -> Tensor:
+        """A flag of each row's last turn, ``[B]``; False in a row without turns."""
+        flag, mask = self._get(tensordict, name), self._get(tensordict, "mask")
+        order = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+        last = torch.where(mask, order, -1).amax(1, keepdim=True)
+        # A row without turns has -1 here, which is not an index.
+        return (flag.gather(1, last.clamp_min(0)) & (last >= 0)).squeeze(1)
+
+    def _cut_off(self, tensordict: TensorDictBase) -> Tensor:
+        """The rows that a value follows, ``[B]``: an environment that sets both flags has ended."""
+        return self._at_end(tensordict, "truncated") & ~self._at_end(tensordict, "terminated")
+
 
 def extra_of(rows: TensorDictBase, name: str, kind: type, *, option: str, instead: str) -> Tensor:
     """The extra ``name`` of rows ``[B]``, which its environment declares as ``kind``: ``[B, T]``.
@@ -73,6 +115,13 @@ def extra_of(rows: TensorDictBase, name: str, kind: type, *, option: str, instea
         )
     _check_turns_of_calls(rows, extras, name, option)
     return extras[name]
+
+
+def numbers_of(rows: TensorDictBase, option: str, name: str) -> Tensor:
+    """The extra ``name``, a number, that an ``option`` asks for: ``[B, T]``; 0 for a turn that has
+    none. Raises: see :func:`extra_of`."""
+    instead = "give one that the environment declares as a number"
+    return extra_of(rows, name, float, option=option, instead=instead).nan_to_num(0.0)
 
 
 def _check_turns_of_calls(rows: TensorDictBase, extras: dict[str, Tensor], name: str, option: str) -> None:
@@ -107,6 +156,52 @@ def check_ids(rows: TensorDictBase, turn_ids: Tensor, group_id: Tensor | None) -
         fault = F.group_fault(group_id, rows.get(keys.ENV_ID, None), rows.get(keys.TOKENS, None), turn_ids)
     if fault is not None:
         raise ValueError(fault)
+
+
+def check_no_units(name: str, rows: TensorDictBase, unit: NestedKey) -> None:
+    """Refuse rows of which some count as one, for an estimator that does not know which.
+
+    Args:
+        name: of the estimator, for messages.
+        rows: of a batch.
+        unit: the key that says which rows count as one.
+
+    Raises:
+        ValueError: the rows have it.
+    """
+    if rows.get(unit, None) is not None:
+        raise ValueError(
+            f"Some of the rows count as one ({unit!r}), such as those of a tree, and {name} does not know "
+            "which. Collect without them, or use GroupRelative, ReBN or TurnGAE; an estimator of your own that reads "
+            "units, or compares no rows, says respects_units = True."
+        )
+
+
+def check_finished(mask: Tensor, ended: Tensor) -> None:
+    """Refuse rows with turns, ``mask`` ``[B, T]``, of which the last has not ended the episode
+    (``ended`` ``[B]``).
+
+    Raises:
+        ValueError: names the rows.
+    """
+    open_rows = mask.any(1) & ~ended
+    if bool(open_rows.any()):
+        raise ValueError(
+            f"Row(s) {open_rows.nonzero().flatten().tolist()} end in a turn that is neither terminated nor "
+            "truncated. Credit needs finished episodes: collect whole episodes."
+        )
+
+
+def where_read(action: Tensor, mask: Tensor, cut: Tensor) -> dict[str, Tensor]:
+    """Where each number that estimators read or find counts, by name; inputs come first.
+
+    Args:
+        action: ``[B, L]`` bool.
+        mask: ``[B, T]`` bool, the turns that were taken.
+        cut: ``[B]`` bool, the rows that a value follows.
+    """
+    inputs = {"reward": mask} | dict.fromkeys(("old_log_prob", "sample_log_prob", "ref_log_prob", "value"), action)
+    return inputs | {"bootstrap_value": cut, "advantage": action, "value_target": action}
 
 
 def check_finite(name: str, numbers: dict[NestedKey, tuple[Tensor, Tensor]]) -> None:
