@@ -26,6 +26,7 @@ class ContextWindow:
         formatter: whose template has a rule, and which the rules ask.
         max_model_len, max_output_tokens, context_rule, overflow: see
             :class:`~torchrl_llm.envs.GEMEnv`.
+        rebuilds: whether there may be contexts that do not extend the one before.
         request: of a context rule that may ask the policy something before a turn
             (:class:`~torchrl_llm.envs.RequestingRule`); ``None``: it never does.
     """
@@ -40,12 +41,8 @@ class ContextWindow:
         slide = [Slide()] if self.overflow == "slide" else []
         rules = (self.formatter.rule, self.context_rule or Append(), *slide)
         self._rules = [rule for rule in rules if type(rule) is not Append]
+        self.rebuilds = bool(self._rules)
         self.request = self.context_rule.request if isinstance(self.context_rule, RequestingRule) else None
-
-    @property
-    def rebuilds(self) -> bool:
-        """Whether there may be contexts that do not extend the one before."""
-        return bool(self._rules)
 
     def problem_of(self, first: Sequence[Span]) -> str | None:
         """Why the first context of an episode cannot be used; ``None``: a response fits behind

@@ -92,8 +92,10 @@ class Lockstep:
         Raises:
             EnvironmentFault: too many failed in a row.
         """
-        at = {i: (self.slots[i].task_spec, self.slots[i].turn) for i in responses}
-        calls = {i: (*at[i], partial(self.slots.answer, i, response)) for i, response in responses.items()}
+        calls: dict[int, _SlotCall] = {}
+        for i, response in responses.items():
+            state = self.slots[i]
+            calls[i] = state.task_spec, state.turn, partial(self.slots.answer, i, response)
         for i, reply in self._call(calls).items():
             if isinstance(reply, EnvironmentFault):
                 # The response stays in the context: the policy sampled it, whatever became of the

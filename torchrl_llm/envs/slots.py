@@ -245,7 +245,7 @@ class SlotMachine:
         Raises:
             EnvironmentFault: the environment raised or returned something malformed.
         """
-        state, formatter, window = self._slots[slot], self.formatter, self.window
+        state, window, formatter = self._slots[slot], self.window, self.window.formatter
         try:
             said = formatter.decode(response)
             if state.asked:
