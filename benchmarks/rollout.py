@@ -64,6 +64,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
+from torchrl_llm.data import is_row_view
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig, VLLMPolicy
 from torchrl_llm.modules.policy import TurnRequest
@@ -138,7 +139,7 @@ def responses_of(batches: Iterable[TensorDictBase]) -> Responses:
     """The sampled ids of each turn, from rows or turns."""
     responses = {}
     for batch in batches:
-        responses |= dict(responses_in_rows(batch) if keys.is_row_view(batch) else responses_in_turns(batch))
+        responses |= dict(responses_in_rows(batch) if is_row_view(batch) else responses_in_turns(batch))
     return responses
 
 

@@ -128,6 +128,7 @@ def _other_systems() -> str:
 
 PACKAGES = {
     "keys": (),
+    "turn_columns": (),
     "episode": (),
     "rendering": (),
     "stops": (),

@@ -28,4 +28,4 @@ def test_the_files_are_as_long_as_the_page_says():
     assert total[1] <= CODE, f"{total[1]} lines of code: split a file by what an update needs of it"
 
 
-LINES, CODE = 3_360, 1_710
+LINES, CODE = 2_900, 1_460

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torchrl_llm"
 
 LAYERS = (
-    {"keys", "utils", ""},
+    {"turn_columns", "keys", "utils", ""},
     {"episode", "rendering", "stops", "functional"},
     {"envs", "modules", "objectives"},
     {"data", "metrics", "weight_update"},

@@ -10,23 +10,22 @@ of context, ``A`` tokens of the longest response.
 
 Padding, trimming and the tables of the documentation come from these two. Floats are float32, or
 the input's dtype if wider. Keys of your own that follow tokens or turns are added by
-:func:`declare_row_key`. What comes with each turn beside its tokens is a :class:`TurnColumn`, and
-the same in both views.
+:func:`declare_row_key`. What comes with each turn beside its tokens is the same in both views: a
+:class:`~torchrl_llm.keys.TurnColumn` (:mod:`torchrl_llm.turn_columns`).
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
-from torch import Tensor
 
-NestedKey = str | tuple[str, ...]
+# Some for those who use the keys: what names a column is a key too.
+from torchrl_llm.turn_columns import TURN, NestedKey, TurnColumn, extra, row_key, turn_extra, turn_extras  # noqa: F401
+
 Axis = Literal["step", "context", "response", "row", "turn", "token"]
 _K = TypeVar("_K", str, tuple[str, str])
 
@@ -63,40 +62,6 @@ class KeySpec:
     fill: int = 0
 
 
-@dataclass(frozen=True)
-class TurnColumn:
-    """A number, text or flag that comes with each turn beside its tokens.
-
-    It has one name from the environment to the report: below ``"next"`` in the turn view, below
-    ``"turn"`` in rows, after ``"turn."`` in recordings, and by itself in an
-    :class:`~torchrl_llm.episode.Episode`. What knows none of them by name passes all of them on.
-
-    Attributes:
-        name: the key; :func:`extra` of those that an environment declares.
-        kind: ``float`` for a number, ``str`` for a text, whose hash travels, ``bool`` or ``int``.
-        meaning: one line for the documentation.
-
-    Examples:
-        >>> regret = TurnColumn(extra("regret"), float)
-        >>> row_key(regret.name), regret.dtype, regret.blank
-        (('turn', 'extra', 'regret'), torch.float32, nan)
-    """
-
-    name: NestedKey
-    kind: type
-    meaning: str = ""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its tensors."""
-        return torch.float32 if self.kind is float else torch.bool if self.kind is bool else torch.int64
-
-    @property
-    def blank(self) -> float:
-        """The value of a turn that has none; padding is 0."""
-        return math.nan if self.kind is float else 0
-
-
 COLUMNS: dict[str, TurnColumn] = {}
 """The columns that all turns have, by name; an environment may declare more
 (:mod:`torchrl_llm.envs.columns`)."""
@@ -128,7 +93,7 @@ _INT, _BOOL, _FLOAT = torch.int64, torch.bool, torch.float32
 # The turn view, in the order of the documentation's table.
 PROMPT = _turn(("tokens", "prompt"), "context", _INT, "env", "the whole context so far, right-padded")
 PROMPT_LENGTH = _turn(("tokens", "prompt_length"), "step", _INT, "env", "tokens of the prompt; 0: the slot idles")
-TURN = _turn("turn", "step", _INT, "env", "0-based turn of the episode")
+_turn(TURN, "step", _INT, "env", "0-based turn of the episode")
 SEGMENT = _turn("segment", "step", _INT, "env", "how often the context was cut and rebuilt; only if it can be")
 EPISODE_ID = _turn("episode_id", "step", _INT, "env", "unique over the run", -1)
 GROUP_ID = _turn("group_id", "step", _INT, "env", "unique over the run; same group, same task", -1)
@@ -196,73 +161,6 @@ LOSS_WEIGHT = _row("loss_weight", "token", _FLOAT, "trainer", "the weight of eac
 CRITIC_WEIGHT = _row("critic_weight", "token", _FLOAT, "trainer", "the same for the critic's term")
 
 
-def extra(name: str) -> tuple[str, str]:
-    """The key of an extra in the turn view, below ``"next"`` as the reward: ``[N, 1]`` float32, or
-    int64 for the hash of a text."""
-    return "extra", name
-
-
-THINKING_LENGTH, THINKING_OPEN = extra("thinking_length"), extra("thinking_open")
-THINKING_COLUMNS = (
-    TurnColumn(THINKING_LENGTH, float, "tokens of the response's thinking, with what closes it"),
-    TurnColumn(THINKING_OPEN, float, "1: the thinking was not closed, 0: it was, or there was none"),
-)
-"""What is counted of each response, where the chat template knows thinking."""
-
-EMPTY_TEXT = -5426141060434712860
-"""What stands for an empty text among the extras, :func:`torchrl_llm.envs.text_key` of it."""
-
-TOOL_CALLS, TOOL_CALLS_JSON, TOOL_FAULTS = extra("tool_calls"), extra("tool_calls_json"), extra("tool_faults")
-TOOL_COLUMNS = (
-    TurnColumn(TOOL_CALLS, float, "calls of tools in the response, malformed ones too"),
-    TurnColumn(TOOL_CALLS_JSON, str, "these calls as a list of JSON; empty where there are none"),
-)
-"""What is known of each response, where the environment has tools; of the faults among the calls
-those environments know that execute them (:class:`~torchrl_llm.envs.tool_env.ToolEnv`)."""
-
-
-def turn_extra(name: str) -> tuple[str, str, str]:
-    """The key of an extra in the row view: ``[B, T]`` float, or int64 for the hash of a text.
-
-    A turn without a value has NaN, or 0 for a text; padding is 0.
-    """
-    return TURN, *extra(name)
-
-
-def turn_extras(rows: TensorDictBase) -> dict[str, Tensor]:
-    """The extras of rows ``[B]``: name -> ``[B, T]``.
-
-    Examples:
-        >>> from tensordict import TensorDict
-        >>> turn_extras(TensorDict({turn_extra("regret"): torch.zeros(1, 2)}, [1]))
-        {'regret': tensor([[0., 0.]])}
-    """
-    return {name[-1]: value for name, value in declared_columns(rows.get(TURN, None)).items()}
-
-
-def declared_columns(turns: TensorDictBase | None) -> dict[NestedKey, Tensor]:
-    """The columns that environments declare, by name.
-
-    Args:
-        turns: what is below ``"next"`` in the turn view, or below ``"turn"`` in rows; ``None``:
-            there is nothing.
-    """
-    found: Any = None if turns is None else turns.get("extra", None)
-    # An environment of another kind may have a key of its own in their place.
-    return {extra(name): x for name, x in found.items() if isinstance(x, Tensor)} if is_tensor_collection(found) else {}
-
-
-@cache
-def row_key(name: NestedKey) -> NestedKey:
-    """The key in the row view of a column.
-
-    Examples:
-        >>> row_key("reward"), row_key(extra("regret"))
-        (('turn', 'reward'), ('turn', 'extra', 'regret'))
-    """
-    return TURN, *((name,) if isinstance(name, str) else name)
-
-
 def declare_row_key(spec: KeySpec) -> None:
     """Add a key of your own to the row view, so that it is padded and trimmed with the rows.
 
@@ -281,21 +179,12 @@ def declare_row_key(spec: KeySpec) -> None:
         raise ValueError(f"{spec.name!r} is declared already, as {ROW_VIEW[spec.name]}. Choose another name.")
 
 
-def is_row_view(batch: TensorDictBase) -> bool:
-    """Whether a batch is in the row view: there ``"tokens"`` is a leaf, in the turn view a nested
-    tensordict.
+def row_axis(name: NestedKey, shape: Sequence[int]) -> Axis:
+    """The axis of an entry of rows.
 
-    Examples:
-        >>> from tensordict import TensorDict
-        >>> [is_row_view(TensorDict({name: torch.zeros(1, 2)}, [1])) for name in (TOKENS, PROMPT)]
-        [True, False]
-    """
-    # A set, because tensordict's own membership test ignores leaves_only.
-    return TOKENS in set(batch.keys(leaves_only=True))
-
-
-def row_axis(name: NestedKey, value: Tensor) -> Axis:
-    """The axis of an entry ``[B, ...]`` of rows.
+    Args:
+        name: its key.
+        shape: of its tensor, ``[B, ...]``.
 
     Raises:
         KeyError: the key is not declared, so that its second dimension may count tokens or turns.
@@ -307,10 +196,10 @@ def row_axis(name: NestedKey, value: Tensor) -> Axis:
         return spec.axis
     if isinstance(name, tuple) and name[0] == TURN:
         return "turn"
-    if value.ndim == 1:
+    if len(shape) == 1:
         return "row"
     raise KeyError(
-        f"{name!r} {tuple(value.shape)} is not a key of the library, and whether its second dimension counts tokens or turns is "
+        f"{name!r} {tuple(shape)} is not a key of the library, and whether its second dimension counts tokens or turns is "
         "not known. Declare it: torchrl_llm.keys.declare_row_key(KeySpec(name, axis, dtype, writer, meaning))."
     )
 

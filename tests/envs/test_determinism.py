@@ -101,7 +101,7 @@ def episodes(batch):
         "turn": batch[keys.TURN_MASK].sum(-1).tolist(),
         "row": [1] * len(batch),
     }
-    axes = {name: keys.row_axis(name, batch[name]) for name in names}
+    axes = {name: keys.row_axis(name, batch[name].shape) for name in names}
     return [
         {name: content(batch[name][i].flatten()[: sizes[axes[name]][i]], axes[name]) for name in names}
         for i in range(len(batch))

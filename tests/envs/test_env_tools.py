@@ -14,7 +14,7 @@ import torch
 from test_tool_calls import TEMPLATES, tokenizer_of
 from torchrl.envs.llm.transforms.tools import XMLBlockParser
 
-from torchrl_llm import keys
+from torchrl_llm import keys, turn_columns
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import CHATML, ChatFormatter, EnvironmentFault, GEMEnv, Response, text_key
 from torchrl_llm.envs.env_spec import EnvSpec
@@ -496,7 +496,7 @@ class TestWithTools:
         policy = ScriptedPolicy(lambda _, turn, __: answers[turn], tokenizer=tokenizer, max_output_tokens=200)
         collector = TurnCollector(env, policy, batch_size=1, total_batches=1)
         (rows,) = collector
-        hashes = keys.turn_extras(rows)[keys.TOOL_CALLS_JSON[-1]][0]
+        hashes = keys.turn_extras(rows)[turn_columns.TOOL_CALLS_JSON[-1]][0]
         first, second, third = (collector.texts[key] for key in hashes.tolist())
         calls = [{"name": "add", "arguments": {"a": a, "b": 2}} for a in (1, "\u00e9")]
         assert (json.loads(first), third) == (calls, "")
@@ -557,7 +557,7 @@ class TestWithTools:
                 return (*step, {"state": "s", "phi": -5.0})
 
         _, rows = self.collected(tokenizer, [ADD, "stop"], env=Stated)
-        assert text_key("") == keys.EMPTY_TEXT
+        assert text_key("") == turn_columns.EMPTY_TEXT
         unbiased = {"baseline": "leave_one_out", "scale": "none"}
         how = {"credit": "state", "state": "state"} if option == "state" else {"credit": "turn", "potential": "phi"}
         rows[keys.GROUP_ID] = rows[keys.EPISODE_ID]

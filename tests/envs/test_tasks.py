@@ -186,7 +186,7 @@ class TestRows:
         rows = [{"question": f"{i}?", "answer": str(i)} for i in range(3)]
         env = PromptDatasetEnv(rows, lambda *_: 1.0, tokenizer=tokenizer, num_envs=6)
         assert len(env.reset()[keys.TASK_ID].unique()) == 3
-        assert len(env.slots.first_of_each_task(6)) == 3
+        assert len(env.lockstep.first_of_each_task(6)) == 3
 
     def test_the_first_of_each_task_are_looked_for_once(self, tokenizer):
         resets = []
@@ -201,12 +201,12 @@ class TestRows:
                 return super().reset(seed)
 
         env = GEMEnv(Two, tokenizer=tokenizer, num_envs=3, stream="eval")
-        first = env.slots.first_of_each_task(10)
+        first = env.lockstep.first_of_each_task(10)
         assert (len(first), len(resets)) == (2, 10)
         first.clear()
-        assert len(env.slots.first_of_each_task(10)) == 2
+        assert len(env.lockstep.first_of_each_task(10)) == 2
         assert len(resets) == 10
-        env.slots.first_of_each_task(9)  # of others
+        env.lockstep.first_of_each_task(9)  # of others
         env.set_seed(env.task_sampler.seed + 1)
-        env.slots.first_of_each_task(9)
+        env.lockstep.first_of_each_task(9)
         assert len(resets) == 10 + 9 + 9

@@ -100,7 +100,7 @@ class TestThreads:
     def test_threads_end_with_the_environment(self, make, policy):
         env = make(num_envs=3, num_threads=3)
         TurnCollector(env, policy, batch_size=3).rollout()
-        mine = [t for t in threading.enumerate() if t in env.slots._pool._threads]
+        mine = [t for t in threading.enumerate() if t in env.lockstep._pool._threads]
         assert mine
         env.close()
         assert not any(thread.is_alive() for thread in mine)

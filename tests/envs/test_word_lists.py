@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from torchrl_llm.envs import GEMEnv
+from torchrl_llm.envs.faults import EnvironmentUnavailableError
 from torchrl_llm.envs.gem_words import READS_WORDS, read_words
 from torchrl_llm.envs.registry import resolve_env
-from torchrl_llm.envs.text_env import EnvironmentUnavailableError
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.utils.options import ConfigError
 

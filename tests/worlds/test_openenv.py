@@ -12,8 +12,8 @@ import pytest
 from waiting import LIMIT, wait_until
 
 from torchrl_llm.envs import GEMEnv
+from torchrl_llm.envs.faults import EnvironmentUnavailableError, UnknownEnvironmentError
 from torchrl_llm.envs.registry import resolve_env
-from torchrl_llm.envs.text_env import EnvironmentUnavailableError, UnknownEnvironmentError
 from torchrl_llm.keys import StopReason
 from torchrl_llm.runs import RunSettings, build_run
 from torchrl_llm.testing.policies import ScriptedPolicy

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Protocol
 
-from torchrl_llm.envs.faults import FaultCounter
-from torchrl_llm.envs.text_env import EnvironmentFault
+from torchrl_llm.envs.faults import EnvironmentFault, FaultCounter
 from torchrl_llm.episode import Episode
 
 

@@ -16,8 +16,8 @@ import torch
 
 from torchrl_llm.collectors.async_turn import ThreadExecutor
 from torchrl_llm.envs.env import GEMEnv
+from torchrl_llm.envs.faults import EnvironmentFault
 from torchrl_llm.envs.tasks import TaskSampler
-from torchrl_llm.envs.text_env import EnvironmentFault
 from torchrl_llm.episode import Episode
 from torchrl_llm.modules.policy import SamplingConfig, TurnPolicy
 from torchrl_llm.stops import share_stop_ids

@@ -21,9 +21,9 @@ from torchrl.envs import EnvBase
 from torchrl_llm.collectors._queue import EpisodeSource, RolloutExecutor
 from torchrl_llm.collectors.collector import EpisodeCollector
 from torchrl_llm.envs.env import GEMEnv
+from torchrl_llm.envs.faults import EnvironmentFault
 from torchrl_llm.envs.isolation import MAX_THREADS, POLL_INTERVAL, Call, Pool, kept_global_rng, revoke_global_rng
 from torchrl_llm.envs.slots import TERMINATED, Reply, SlotMachine
-from torchrl_llm.envs.text_env import EnvironmentFault
 from torchrl_llm.episode import Episode, Turn
 from torchrl_llm.keys import StopReason
 from torchrl_llm.modules.policy import TurnPolicy, TurnRequest, TurnResponse

@@ -20,10 +20,9 @@ from torch import Tensor
 from torchrl_llm.collectors._queue import EpisodeSource
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT, ThreadExecutor, slots_of
 from torchrl_llm.envs.env import GEMEnv
-from torchrl_llm.envs.faults import FaultCounter
+from torchrl_llm.envs.faults import EnvironmentFault, FaultCounter
 from torchrl_llm.envs.games import SelfPlayEnv
 from torchrl_llm.envs.slots import SlotMachine
-from torchrl_llm.envs.text_env import EnvironmentFault
 from torchrl_llm.episode import Episode
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.utils.options import Checked, Count, Natural, PositiveShare, Share
@@ -135,8 +134,8 @@ def branch(
     _check(env, points)
     counter = max_faults if isinstance(max_faults, FaultCounter) else FaultCounter(max_faults, FAULT_SCOPE)
     source = _Continuations(slots, points, count, counter)
-    timeout = slots.step_timeout or STEP_TIMEOUT
-    executor = BranchExecutor(slots, policy, source, greedy=greedy, num_threads=slots.num_threads, step_timeout=timeout)
+    timeout = env.step_timeout or STEP_TIMEOUT
+    executor = BranchExecutor(slots, policy, source, greedy=greedy, num_threads=env.num_threads, step_timeout=timeout)
     try:
         while executor.step():
             pass

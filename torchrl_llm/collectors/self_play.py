@@ -16,10 +16,10 @@ from torchrl_llm.collectors._queue import EpisodeSource
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT, ThreadExecutor
 from torchrl_llm.collectors.collector import EpisodeCollector
 from torchrl_llm.envs.contexts import num_tokens
+from torchrl_llm.envs.faults import EnvironmentFault
 from torchrl_llm.envs.games import GameSlots, SelfPlayEnv
 from torchrl_llm.envs.slots import Reply
 from torchrl_llm.envs.tasks import TaskSampler
-from torchrl_llm.envs.text_env import EnvironmentFault
 from torchrl_llm.episode import Episode, Turn
 from torchrl_llm.modules.policy import TurnPolicy, TurnRequest, TurnResponse
 from torchrl_llm.utils.options import Count

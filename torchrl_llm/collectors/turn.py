@@ -199,7 +199,7 @@ class LockstepExecutor(RolloutExecutor):
     ) -> None:
         self._env, self._policy, self._queue, self._policy_device = env, policy, queue, policy_device
         base = base_env(env)
-        self._slots = base.slots if isinstance(base, GEMEnv) else None
+        self._base = base if isinstance(base, GEMEnv) else None
         self._episodes: list[Episode | None] = [None] * env.batch_size[0]
         self._current: TensorDictBase = TensorDict({}, env.batch_size)
 
@@ -222,8 +222,8 @@ class LockstepExecutor(RolloutExecutor):
         record_turns([*active_episodes.values()], step if active.all() else step[active])
         self._current = self._env.step_mdp(step)
         for slot, episode in active_episodes.items():
-            if self._slots is not None:
-                episode.texts |= self._slots[slot].steps[-1].texts
+            if self._base is not None:
+                episode.texts |= self._base.slots[slot].steps[-1].texts
             if episode.finished:
                 self._episodes[slot] = None
             if episode.stop_reason in FAILED and not self._queue.keep_failed:
@@ -235,8 +235,8 @@ class LockstepExecutor(RolloutExecutor):
         if episode in self._episodes:
             slot = self._episodes.index(episode)
             self._episodes[slot] = None
-            if self._slots is not None:
-                self._slots.renew(slot)
+            if self._base is not None:
+                self._base.slots.renew(slot)
 
     def clear(self) -> None:
         for episode in filter(None, [*self._episodes]):
@@ -279,7 +279,7 @@ class LockstepExecutor(RolloutExecutor):
     def _record_faults(self) -> None:
         """Count the failures of the last reset or step; a task whose reset failed never got to the
         queue."""
-        for fault in [] if self._slots is None else self._slots.new_faults:
+        for fault in [] if self._base is None else self._base.new_faults:
             if fault.turn < 0:
                 self._queue.dropped[fault.reason] += 1
             self._queue.faults.record(fault)

@@ -12,7 +12,7 @@ from torchrl_llm.data.batching import (
 from torchrl_llm.data.interop import MC_ADVANTAGE_KEYS, GRPOActor, RowsAsTrajectories, ScoredTokens, to_grpo_keys
 from torchrl_llm.data.rows import HistoryRewrittenError, TurnViewError, rows_from_episodes
 from torchrl_llm.data.selection import nonzero_variance, overlong, penalize_overlong
-from torchrl_llm.data.sequence import TurnsToSequence, turns_to_rows
+from torchrl_llm.data.sequence import TurnsToSequence, is_row_view, turns_to_rows
 from torchrl_llm.data.transcripts import TranscriptError, episode_from_messages, read_transcripts
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "apply_in_micro_batches",
     "cat_rows",
     "episode_from_messages",
+    "is_row_view",
     "micro_batches",
     "minibatches",
     "nonzero_variance",

@@ -211,7 +211,7 @@ def pad_rows(rows: TensorDictBase, width: int, num_turns: int) -> TensorDictBase
     # A shallow copy: the caller's rows keep their width.
     out = rows.copy()
     for key, value in list(rows.items(include_nested=True, leaves_only=True)):
-        if size := missing.get(keys.row_axis(key, value), 0):
+        if size := missing.get(keys.row_axis(key, value.shape), 0):
             padding = value.new_full((value.shape[0], size, *value.shape[2:]), keys.row_fill(key))
             out.set(key, torch.cat([value, padding], 1))
     return out
@@ -256,7 +256,7 @@ def apply_in_micro_batches(
         padding = width - part[keys.ATTENTION_MASK].shape[1]
         for key in module.out_keys:
             value = part[key]
-            if keys.row_axis(key, value) == "token":
+            if keys.row_axis(key, value.shape) == "token":
                 # pad() starts from the last dimension, and a result may have others after its
                 # tokens.
                 value = torch.nn.functional.pad(value.movedim(1, -1), (0, padding)).movedim(-1, 1)
@@ -302,6 +302,6 @@ def _by_length(sizes: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
 def _trim(rows: TensorDictBase, longest: int) -> TensorDictBase:
     # These rows are a copy already, indexed by a tensor: the batch keeps its width.
     for key, value in list(rows.items(include_nested=True, leaves_only=True)):
-        if keys.row_axis(key, value) == "token":
+        if keys.row_axis(key, value.shape) == "token":
             rows.set(key, value[:, :longest])
     return rows

@@ -50,7 +50,8 @@ def rows_from_episodes(
     cut and rebuilt on the way (``GEMEnv(overflow="slide")``), a row holds the segments one after
     the other, with one column of padding between them: a gap in ``attention_mask``. So nothing is
     trained on with a context that the policy did not see (:mod:`torchrl_llm.modules.segments`).
-    The columns of turns are at :func:`~torchrl_llm.keys.row_key`; all episodes have the same.
+    The columns of turns are at :func:`~torchrl_llm.turn_columns.row_key`; all episodes have the
+    same.
 
     Rows take about 29 bytes a token; no larger tensor is made on the way.
 

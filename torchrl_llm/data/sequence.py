@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
-from torchrl_llm import keys
+from torchrl_llm import keys, turn_columns
 from torchrl_llm.data.batching import pad_rows, row_sizes
 from torchrl_llm.data.rows import HistoryRewrittenError, TurnViewError, fitting_shape, rows_from_episodes
 from torchrl_llm.episode import Episode, Turn
@@ -59,7 +59,7 @@ class TurnsToSequence(Transform):
 
     # TorchRL's buffers call _inv_call() when they are written, and forward() on each sample.
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if not keys.is_row_view(tensordict):
+        if not is_row_view(tensordict):
             return turns_to_rows(tensordict, max_model_len=self.max_model_len, max_turns=self.max_turns)
         if tensordict.ndim == 0:  # a single row, as TorchRL's ``add`` writes it
             return self._inv_call(tensordict.unsqueeze(0))[0]
@@ -163,7 +163,10 @@ def record_turns(episodes: Sequence[Episode], steps: TensorDictBase) -> None:
     read |= {key: steps.get(key, uncut) for key in (keys.SEGMENT, ("next", keys.SEGMENT))}
     # NumPy has no bfloat16.
     arrays = {key: (x.float() if x.dtype is torch.bfloat16 else x).numpy(force=True) for key, x in read.items()}
-    columns = {keys.REWARD: steps["next", keys.REWARD], **keys.declared_columns(steps["next"])}
+    columns = {
+        keys.REWARD: steps["next", keys.REWARD],
+        **turn_columns.declared_columns(steps["next"].get("extra", None)),
+    }
     values = {name: column.flatten().tolist() for name, column in columns.items() if column.numel() == len(episodes)}
     for i, episode in enumerate(episodes):
         _record_turn(episode, {key: value[i] for key, value in arrays.items()})
@@ -191,8 +194,21 @@ def _record_turn(episode: Episode, step: dict[Any, np.ndarray[Any, Any]]) -> Non
         episode.end(following.copy(), reason, terminated=terminated, truncated=truncated, success=success)
 
 
+def is_row_view(batch: TensorDictBase) -> bool:
+    """Whether a batch is in the row view: there ``"tokens"`` is a leaf, in the turn view a nested
+    tensordict.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> [is_row_view(TensorDict({name: torch.zeros(1, 2)}, [1])) for name in (keys.TOKENS, keys.PROMPT)]
+        [True, False]
+    """
+    # A set, because tensordict's own membership test ignores leaves_only.
+    return keys.TOKENS in set(batch.keys(leaves_only=True))
+
+
 def _check_keys(turns: TensorDictBase) -> None:
-    if keys.is_row_view(turns):
+    if is_row_view(turns):
         raise TurnViewError(
             "The batch is in the row view already: leave turns_to_rows out after this library's collectors."
         )

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_llm import keys
+from torchrl_llm import keys, turn_columns
 from torchrl_llm.envs.answers import AnswerForm, MissingThinking
 from torchrl_llm.envs.columns import NO_EXTRAS, Extras
 from torchrl_llm.envs.contexts import Append, AsTemplate, ContextRule, Span, Thought, num_tokens
@@ -266,7 +266,9 @@ class ChatFormatter(Checked):
         self._stripped: str | None = None
         self.rule: ContextRule = Append() if render is None or appends else self._followed(render)
         thinks = self.properties.closes or self.properties.thinking_fields or self._view
-        self.columns = (keys.THINKING_COLUMNS if thinks else ()) + (keys.TOOL_COLUMNS if self.tools else ())
+        self.columns = (turn_columns.THINKING_COLUMNS if thinks else ()) + (
+            turn_columns.TOOL_COLUMNS if self.tools else ()
+        )
         if render is not None and appends and self.properties.ends_once:
             raise not_append_only(render, str(self.properties.rewrites))
 
@@ -412,10 +414,10 @@ class ChatFormatter(Checked):
         length = num_tokens([span for span in spans if span.kind == "thinking"])
         is_open = said.lstrip().startswith(opening) and closing not in said
         found: dict[keys.NestedKey, Any] = {
-            keys.THINKING_LENGTH: length,
-            keys.THINKING_OPEN: is_open,
-            keys.TOOL_CALLS: len(said.calls),
-            keys.TOOL_CALLS_JSON: as_json(said.calls),
+            turn_columns.THINKING_LENGTH: length,
+            turn_columns.THINKING_OPEN: is_open,
+            turn_columns.TOOL_CALLS: len(said.calls),
+            turn_columns.TOOL_CALLS_JSON: as_json(said.calls),
         }
         kinds = {column.name[-1]: column.kind for column in self.columns}
         return Extras.read({name[-1]: value for name, value in found.items()}, kinds)

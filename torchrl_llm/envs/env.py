@@ -1,8 +1,9 @@
 """Text environments as TorchRL environments: :class:`GEMEnv`, N of them as one ``EnvBase``.
 
 The TorchRL side: options, specs, ``reset`` and ``step`` of TensorDicts. Episodes run in
-:mod:`~torchrl_llm.envs.slots`, random generators and threads of environments are in
-:mod:`~torchrl_llm.envs.isolation`, chat templates are in :mod:`~torchrl_llm.envs.chat`.
+:mod:`~torchrl_llm.envs.slots`, all at once by :mod:`~torchrl_llm.envs.lockstep`; random generators
+and threads of environments are in :mod:`~torchrl_llm.envs.isolation`, chat templates are in
+:mod:`~torchrl_llm.envs.chat`.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from torchrl_llm import keys
 from torchrl_llm.envs.answers import MissingThinking
 from torchrl_llm.envs.chat import ChatFormatter, Template
 from torchrl_llm.envs.columns import ExtraKinds
+from torchrl_llm.envs.context_window import ContextWindow, Overflow
 from torchrl_llm.envs.contexts import ContextRule
 from torchrl_llm.envs.env_spec import EnvSpec
-from torchrl_llm.envs.faults import FaultCounter
+from torchrl_llm.envs.faults import EnvironmentFault, FaultCounter
 from torchrl_llm.envs.isolation import MAX_THREADS
+from torchrl_llm.envs.lockstep import Lockstep
 from torchrl_llm.envs.registry import EnvSource, resolve_env
-from torchrl_llm.envs.slots import Overflow, SlotMachine
+from torchrl_llm.envs.slots import SlotMachine
 from torchrl_llm.envs.success import SuccessRule
 from torchrl_llm.envs.tasks import Stream, TaskSampler
 from torchrl_llm.envs.template_probe import Contexts
 from torchrl_llm.envs.tensors import chosen_slots, done_of, observation_of, responses_of, set_specs
-from torchrl_llm.envs.text_env import EnvironmentFault, SuccessBy
+from torchrl_llm.envs.text_env import SuccessBy
 from torchrl_llm.envs.tools import Tool, tool_schemas
 from torchrl_llm.stops import HasStopIds, share_stop_ids
 from torchrl_llm.utils.fixed import Delegated
@@ -151,7 +154,9 @@ class GEMEnv(Checked, EnvBase):
             says which.
 
     Attributes:
-        slots: runs the episodes. What follows here is its, and the environment's too.
+        slots: runs the episodes.
+        lockstep: runs all slots at once. What follows here is of these two, and the environment's
+            too.
         mixture: the :class:`~torchrl_llm.envs.EnvSpec` of each environment.
         names: of the environments.
         extras: name -> ``float`` or ``str`` of the extras that its environments declare
@@ -180,25 +185,26 @@ class GEMEnv(Checked, EnvBase):
     machine: ClassVar[type[SlotMachine]] = SlotMachine
     """What :attr:`slots` is made of."""
     slots: SlotMachine
+    lockstep: Lockstep
 
     mixture = Delegated[tuple[EnvSpec, ...]]("slots.mixture")
     names = Delegated[tuple[str, ...]]("slots.names")
-    formatter = Delegated[ChatFormatter]("slots.formatter")
+    formatter = Delegated[ChatFormatter]("slots.window.formatter")
     task_sampler = Delegated[TaskSampler]("slots.task_sampler")
     num_sampled = Delegated[int]("slots.num_sampled")
-    num_threads = Delegated[int]("slots.num_threads")
-    step_timeout = Delegated[float | None]("slots.step_timeout")
-    max_model_len = Delegated[int]("slots.max_model_len")
-    max_output_tokens = Delegated[int]("slots.max_output_tokens")
+    num_threads = Delegated[int]("lockstep.num_threads")
+    step_timeout = Delegated[float | None]("lockstep.step_timeout")
+    max_model_len = Delegated[int]("slots.window.max_model_len")
+    max_output_tokens = Delegated[int]("slots.window.max_output_tokens")
     max_turns = Delegated[int | None]("slots.max_turns")
-    max_faults = Delegated[int]("slots.faults.max_faults")
-    context_rule = Delegated[ContextRule | None]("slots.context_rule")
-    overflow = Delegated[Overflow]("slots.overflow")
+    max_faults = Delegated[int]("lockstep.faults.max_faults")
+    context_rule = Delegated[ContextRule | None]("slots.window.context_rule")
+    overflow = Delegated[Overflow]("slots.window.overflow")
     group_size = Delegated[int]("slots.group_size")
     success_reward = Delegated[float]("slots.success.threshold")
-    faults = Delegated[Counter[str]]("slots.faults.counts")
-    last_fault = Delegated[EnvironmentFault | None]("slots.last_fault")
-    new_faults = Delegated[Sequence[EnvironmentFault]]("slots.new_faults")
+    faults = Delegated[Counter[str]]("lockstep.faults.counts")
+    last_fault = Delegated[EnvironmentFault | None]("lockstep.last_fault")
+    new_faults = Delegated[Sequence[EnvironmentFault]]("lockstep.new_faults")
 
     def __init__(
         self,
@@ -271,21 +277,23 @@ class GEMEnv(Checked, EnvBase):
                 "GEMEnv: num_threads is 0; expected >= 1 with a step_timeout: a call in the caller's own thread cannot be "
                 "left."
             )
-        self.slots = self.machine(
-            mixture=tuple(specs),
+        window = ContextWindow(
             formatter=formatter,
-            task_sampler=task_sampler,
-            num_slots=num_envs,
             max_model_len=max_model_len,
             max_output_tokens=max_output_tokens,
-            max_turns=max_turns,
             context_rule=context_rule,
             overflow=overflow,
-            num_threads=num_threads,
-            step_timeout=step_timeout,
-            faults=FaultCounter(max_faults, "in a row"),
+        )
+        self.slots = self.machine(
+            mixture=tuple(specs),
+            window=window,
+            task_sampler=task_sampler,
+            num_slots=num_envs,
+            max_turns=max_turns,
             success=SuccessRule(specs, success_reward),
         )
+        faults = FaultCounter(max_faults, "in a row")
+        self.lockstep = Lockstep(slots=self.slots, num_threads=num_threads, step_timeout=step_timeout, faults=faults)
         self.on_done = on_done
         set_specs(self, vocab_size=len(tokenizer))
 
@@ -391,7 +399,7 @@ class GEMEnv(Checked, EnvBase):
 
     def _set_seed(self, seed: int | None) -> None:
         if seed is not None:
-            self.slots.set_seed(seed)
+            self.lockstep.set_seed(seed)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         self.new_faults = ()
@@ -401,7 +409,7 @@ class GEMEnv(Checked, EnvBase):
             for i in chosen:
                 self.slots.empty(i)
         else:
-            self.slots.begin(dict.fromkeys(chosen))
+            self.lockstep.begin(dict.fromkeys(chosen))
         never = torch.zeros(len(self.slots), 1, dtype=torch.bool)
         done = {keys.DONE: never, keys.TERMINATED: never.clone(), keys.TRUNCATED: never.clone()}
         return self._tensordict(observation_of(self.slots) | done)
@@ -417,7 +425,7 @@ class GEMEnv(Checked, EnvBase):
             )
         responses = responses_of(tensordict)
         live = {i: responses[i] for i in chosen if slots[i].live}
-        slots.step(live)
+        self.lockstep.step(live)
         reward = torch.zeros(len(slots), 1)
         reward.numpy()[[*live], 0] = [slots[i].steps[-1].reward for i in live]
         return self._tensordict(observation_of(slots) | done_of(slots) | {keys.REWARD: reward})
@@ -430,7 +438,7 @@ class GEMEnv(Checked, EnvBase):
     def state_dict(self, *args: Any, **kwargs: Any) -> OrderedDict:
         """What :meth:`load_state_dict` needs: the counters, and each slot as its task and its
         responses so far."""
-        return self.slots.state_dict()
+        return self.lockstep.state_dict()
 
     def load_state_dict(self, state_dict: OrderedDict, *args: Any, **kwargs: Any) -> None:
         """Continue where :meth:`state_dict` was taken: running episodes are replayed;
@@ -443,7 +451,7 @@ class GEMEnv(Checked, EnvBase):
             ValueError: the state is of an environment with other groups, mixture, stream, workers
                 or number of slots.
         """
-        self.slots.load_state_dict(state_dict)
+        self.lockstep.load_state_dict(state_dict)
 
     def observe(self) -> TensorDict:
         """The current observation of all slots, as a policy reads it (batch ``[N]``)."""
@@ -451,5 +459,5 @@ class GEMEnv(Checked, EnvBase):
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """End the threads; those of environments that hang are left behind."""
-        self.slots.close()
+        self.lockstep.close()
         super().close(raise_if_closed=raise_if_closed)

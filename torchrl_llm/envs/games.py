@@ -19,10 +19,10 @@ from torchrl_llm.envs.columns import ExtraKinds
 from torchrl_llm.envs.contexts import RequestingRule
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.env_spec import EnvSpec
+from torchrl_llm.envs.faults import EnvironmentUnavailableError
 from torchrl_llm.envs.isolation import IsolatedEnv, kept_global_rng
 from torchrl_llm.envs.registry import EnvSource, resolve_env
 from torchrl_llm.envs.slots import Reply, SlotMachine
-from torchrl_llm.envs.text_env import EnvironmentUnavailableError
 from torchrl_llm.utils.options import ConfigError, Count
 
 __all__ = ["Game", "Seat", "SelfPlayEnv"]

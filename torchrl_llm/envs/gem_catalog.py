@@ -23,10 +23,11 @@ from typing import Any, NamedTuple, cast
 from torch.utils.data import Subset
 
 from torchrl_llm.envs.env_spec import EnvSpec
+from torchrl_llm.envs.faults import EnvironmentUnavailableError, UnknownEnvironmentError
 from torchrl_llm.envs.gem_words import READS_WORDS, SHIPPED, check_lengths, class_reading, read_words
 from torchrl_llm.envs.registry import register_env_family
 from torchrl_llm.envs.tasks import Stream, rows_of
-from torchrl_llm.envs.text_env import EnvironmentUnavailableError, TextEnv, UnknownEnvironmentError
+from torchrl_llm.envs.text_env import TextEnv
 from torchrl_llm.utils.options import ConfigError
 
 # seconds that a grading process may take to start, which imports the main script

@@ -25,8 +25,9 @@ from numpy.random import mtrand
 from torchrl_llm.envs import gem_catalog
 from torchrl_llm.envs.env_reset import reset_env, takes_seed
 from torchrl_llm.envs.env_spec import EnvSpec
+from torchrl_llm.envs.faults import EnvironmentFault
 from torchrl_llm.envs.tasks import Stream, TaskIdentity, task_of
-from torchrl_llm.envs.text_env import EnvironmentFault, TextEnv, TextStep, read_reset
+from torchrl_llm.envs.text_env import TextEnv, TextStep, read_reset
 from torchrl_llm.utils.interrupts import children_ignore_sigint
 
 logger = logging.getLogger(__name__)

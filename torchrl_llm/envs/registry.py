@@ -17,7 +17,8 @@ from pkgutil import resolve_name
 from typing import Any
 
 from torchrl_llm.envs.env_spec import EnvSpec
-from torchrl_llm.envs.text_env import EnvironmentUnavailableError, TextEnv, UnknownEnvironmentError
+from torchrl_llm.envs.faults import EnvironmentUnavailableError, UnknownEnvironmentError
+from torchrl_llm.envs.text_env import TextEnv
 
 logger = logging.getLogger(__name__)
 

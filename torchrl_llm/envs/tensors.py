@@ -38,7 +38,7 @@ def set_specs(env: EnvBase, vocab_size: int) -> None:
         keys.STOP_REASON: Bounded(low=0, high=max(StopReason), **size),
     }
     unbounded = [keys.TURN, keys.EPISODE_ID, keys.GROUP_ID, keys.TASK_ID]
-    unbounded += [keys.SEGMENT] if env.slots.has_segments else []
+    unbounded += [keys.SEGMENT] if env.slots.window.rebuilds else []
     observation |= {key: Unbounded(**size) for key in unbounded}
     spec = Composite(observation, shape=(n,))
     for column in env.slots.columns:
@@ -67,7 +67,7 @@ def observation_of(machine: SlotMachine) -> dict[Any, Tensor]:
         keys.TASK_ID: [slot.task_id for slot in slots],
         keys.STOP_REASON: [slot.stop_reason for slot in slots],
     }
-    if machine.has_segments:
+    if machine.window.rebuilds:
         values[keys.SEGMENT] = [slot.segment for slot in slots]
     # One array of all: a tensor of a list takes longer than the rest, and by itself each of them
     # would be one.

@@ -1,25 +1,21 @@
-"""The protocol of text environments: :class:`TextEnv`, what it returns, and how it fails.
+"""The protocol of text environments: :class:`TextEnv`, and what it returns, checked:
+:class:`TextStep`.
 
-Any object with ``reset`` and ``step`` is a text environment.
+Any object with ``reset`` and ``step`` is a text environment. How one fails is in
+:mod:`~torchrl_llm.envs.faults`.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
-import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torchrl_llm.envs.chat import compose_message
 from torchrl_llm.envs.columns import NO_EXTRAS, ExtraKinds, Extras
-from torchrl_llm.envs.tasks import TaskSpec
 from torchrl_llm.episode import LARGEST_REWARD, is_reward, plain_number
-from torchrl_llm.keys import REWARD, NestedKey, StopReason, extra
+from torchrl_llm.keys import REWARD, NestedKey, extra
 from torchrl_llm.rendering import Role
-
-logger = logging.getLogger(__name__)
 
 SuccessBy = Literal["last", "return"]
 
@@ -60,9 +56,6 @@ class TextEnv(Protocol):
         ``info["success"]``, where it is given with the termination, says whether the episode is a
         success; without it the reward decides.
         """
-
-
-# ---------------------------------------- what it returns
 
 
 class TextStep(NamedTuple):
@@ -183,82 +176,3 @@ def _of_coroutine(result: Any) -> str:
     if inspect.iscoroutine(result):
         result.close()  # or Python warns that nobody awaited it
     return ": environments are called by threads, so that it has to be an ordinary method (asyncio.run inside will do)"
-
-
-# ---------------------------------------- how it fails
-
-
-class UnknownEnvironmentError(ValueError):
-    """No environment has this id."""
-
-
-class EnvironmentUnavailableError(RuntimeError):
-    """An environment cannot be made: a package or data is missing, or it needs arguments.
-
-    Attributes:
-        env_id: its id.
-        cause: the exception.
-    """
-
-    def __init__(self, env_id: str, needs: str, cause: BaseException) -> None:
-        message = " ".join(str(cause).split())
-        super().__init__(f"The environment {env_id!r} cannot be made. {needs} ({type(cause).__name__}: {message:.200})")
-        self.env_id, self.needs, self.cause = env_id, needs, cause
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions are pickled by their message, which this constructor does not take.
-        return type(self), (self.env_id, self.needs, self.cause)
-
-
-class EnvironmentFault(RuntimeError):
-    """An environment raised, or returned something that is not a step.
-
-    Attributes:
-        task_spec: the :class:`~torchrl_llm.envs.tasks.TaskSpec` of the episode.
-        turn: 0-based turn that failed; -1 is the reset.
-        cause: the exception.
-    """
-
-    def __init__(self, name: str, task_spec: TaskSpec, turn: int, cause: BaseException) -> None:
-        where = "at its reset" if turn < 0 else f"in turn {turn}"
-        super().__init__(
-            f"The environment {name!r} failed {where} (episode {task_spec.episode_id}, group {task_spec.group_id}, task seed "
-            f"{task_spec.seed}): {type(cause).__name__}: {str(cause).removesuffix('.')}{_place(cause)}. To see it again, reset it with that seed "
-            "and replay the turns."
-        )
-        self.name, self.task_spec, self.turn, self.cause = name, task_spec, turn, cause
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions are pickled by their message, which this constructor does not take.
-        return type(self), (self.name, self.task_spec, self.turn, self.cause)
-
-    @property
-    def batched_call(self) -> object | None:
-        """The call in which episodes of other slots failed too; ``None``: this one failed alone."""
-        return getattr(self.cause, "batched_call", None)
-
-    @property
-    def kind(self) -> tuple[str, ...]:
-        """What faults that are alike have in common: the environment, the exception's class, and
-        where or with what it was raised."""
-        return self.name, type(self.cause).__name__, _place(self.cause) or str(self.cause)
-
-    @property
-    def reason(self) -> str:
-        """``"error"``, ``"timeout"`` or ``"context"``, for counts."""
-        return self.stop_reason.name.lower()
-
-    @property
-    def stop_reason(self) -> StopReason:
-        """``TIMEOUT`` for a ``TimeoutError``, ``ERROR`` for everything else."""
-        return StopReason.TIMEOUT if isinstance(self.cause, TimeoutError) else StopReason.ERROR
-
-
-def _place(error: BaseException) -> str:
-    """Where an exception was first raised, for messages; nothing if that was in this package."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames or Path(frames[-1].filename).parent == Path(__file__).parent:
-        return ""
-    return f" ({frames[-1].filename}:{frames[-1].lineno})"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-from torchrl_llm import keys
+from torchrl_llm import turn_columns
 from torchrl_llm.envs.columns import ExtraKinds
 from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.registry import EnvSource, resolve_env
@@ -20,7 +20,7 @@ from torchrl_llm.envs.tool_calls import BadCall, ToolCall
 from torchrl_llm.envs.tools import Tool, ToolError, ToolService, ToolSet, tool_schemas
 from torchrl_llm.utils.options import ConfigError
 
-FAULTS, CALLS = keys.TOOL_FAULTS[-1], keys.TOOL_CALLS[-1]
+FAULTS, CALLS = turn_columns.TOOL_FAULTS[-1], turn_columns.TOOL_CALLS[-1]
 
 Tools = Sequence[Tool] | Callable[[], Sequence[Tool]] | Callable[[Any], Sequence[Tool]]
 """Tools, or a function that makes them; it may take the environment, whose methods are tools

@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_llm import keys
+from torchrl_llm import keys, turn_columns
 from torchrl_llm.functional import explained_variance, turn_lengths
 
 METRICS: dict[str, str] = {
@@ -131,8 +131,8 @@ ROLLOUT_KEYS = (
     keys.TURN_TERMINATED,
     keys.TURN_TRUNCATED,
     keys.ROW_WEIGHT,
-    *(keys.row_key(column.name) for column in (*keys.THINKING_COLUMNS, *keys.TOOL_COLUMNS)),
-    keys.row_key(keys.TOOL_FAULTS),
+    *(keys.row_key(column.name) for column in (*turn_columns.THINKING_COLUMNS, *turn_columns.TOOL_COLUMNS)),
+    keys.row_key(turn_columns.TOOL_FAULTS),
 )
 """The keys of rows that :func:`rollout_metrics`, :func:`staleness` and :func:`throughput` read."""
 
@@ -358,21 +358,22 @@ def _rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
 
 def _thinking_metrics(rows: TensorDictBase, weight: Tensor) -> dict[str, float]:
     """Means over the turns of which thinking was counted."""
-    extras, mask, metrics = keys.turn_extras(rows), rows[keys.TURN_MASK], {}
-    for name in (key[-1] for key in (keys.THINKING_LENGTH, keys.THINKING_OPEN)):
-        counted = mask & ~extras[name].isnan() if name in extras else mask.new_zeros(mask.shape)
-        if counted.any():
-            total = (extras[name].where(counted, 0.0).sum(-1) * weight).sum()
-            metrics[f"rollout/{name}"] = (total / (counted.sum(-1) * weight).sum()).item()
+    mask, metrics = rows[keys.TURN_MASK], {}
+    extras = turn_columns.declared_columns(rows.get(keys.row_key("extra"), None))
+    for key in (turn_columns.THINKING_LENGTH, turn_columns.THINKING_OPEN):
+        if key in extras and (counted := mask & ~extras[key].isnan()).any():
+            total = (extras[key].where(counted, 0.0).sum(-1) * weight).sum()
+            metrics[f"rollout/{key[-1]}"] = (total / (counted.sum(-1) * weight).sum()).item()
     return metrics
 
 
 def _tool_metrics(rows: TensorDictBase) -> dict[str, float]:
     """Sums over the turns of which calls were counted."""
-    extras, mask, metrics = keys.turn_extras(rows), rows[keys.TURN_MASK], {}
-    for name in (keys.TOOL_CALLS[-1], keys.TOOL_FAULTS[-1]):
-        if name in extras and extras[name].is_floating_point():
-            metrics[f"data/{name}"] = extras[name].where(mask, 0.0).nansum().item()
+    mask, metrics = rows[keys.TURN_MASK], {}
+    extras = turn_columns.declared_columns(rows.get(keys.row_key("extra"), None))
+    for key in (turn_columns.TOOL_CALLS, turn_columns.TOOL_FAULTS):
+        if key in extras and extras[key].is_floating_point():
+            metrics[f"data/{key[-1]}"] = extras[key].where(mask, 0.0).nansum().item()
     return metrics
 
 

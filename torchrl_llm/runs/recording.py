@@ -110,7 +110,7 @@ def trimmed(rows: TensorDictBase) -> dict[str, Tensor]:
     found = {}
     for name in (*keys.ROW_VIEW, *map(keys.turn_extra, keys.turn_extras(rows))):
         if (value := rows.get(name, None)) is not None:
-            axis = keys.row_axis(name, value)
+            axis = keys.row_axis(name, value.shape)
             value = value[:, : limits[axis]] if axis in limits else value
             found[_stored(name)] = _narrow(name, value.detach().cpu())
     return found

@@ -21,8 +21,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from torchrl_llm.envs.columns import ExtraKinds
 from torchrl_llm.envs.env_spec import EnvSpec
+from torchrl_llm.envs.faults import UnknownEnvironmentError
 from torchrl_llm.envs.registry import resolve_env
-from torchrl_llm.envs.text_env import UnknownEnvironmentError
 from torchrl_llm.testing.credit_worlds import CREDIT_WORLDS
 from torchrl_llm.testing.tabular import ILLEGAL_REWARD, Step
 from torchrl_llm.testing.take_away import TakeAway

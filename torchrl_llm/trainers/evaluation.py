@@ -82,7 +82,7 @@ def evaluate(
         if greedy:
             # All tasks and not this rank's: two ranks might find the same one.
             base.task_sampler = all_tasks
-            chosen = base.slots.first_of_each_task(episodes)
+            chosen = base.lockstep.first_of_each_task(episodes)
             base.task_sampler = ChosenTasks(all_tasks, chosen[rank::count], range(episodes + rank, STREAM_IDS, count))
         # Every rank collects equally many, because gathering rows needs some of each; surplus
         # episodes are left out.

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from torchrl_llm.envs.env_spec import EnvSpec
-from torchrl_llm.envs.text_env import EnvironmentUnavailableError, UnknownEnvironmentError
+from torchrl_llm.envs.faults import EnvironmentUnavailableError, UnknownEnvironmentError
 from torchrl_llm.utils.optional import import_extra
 from torchrl_llm.utils.options import ConfigError
 
@@ -306,7 +306,7 @@ def resolve_openenv(env_id: str) -> EnvSpec:
         >>> resolve_openenv("openenv:chess")
         Traceback (most recent call last):
             ...
-        torchrl_llm.envs.text_env.UnknownEnvironmentError: 'openenv:chess' names no environment of OpenEnv; ...
+        torchrl_llm.envs.faults.UnknownEnvironmentError: 'openenv:chess' names no environment of OpenEnv; ...
     """
     if urlsplit(env_id.removeprefix("openenv:")).scheme in _SCHEMES:
         import_extra("openenv.core", extra="openenv", what="An environment of openenv:")

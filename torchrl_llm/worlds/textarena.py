@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_llm.envs.env_spec import EnvSpec
+from torchrl_llm.envs.faults import EnvironmentUnavailableError, UnknownEnvironmentError
 from torchrl_llm.envs.games import Game
 from torchrl_llm.envs.isolation import kept_global_rng
-from torchrl_llm.envs.text_env import EnvironmentUnavailableError, UnknownEnvironmentError
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.optional import import_extra
 

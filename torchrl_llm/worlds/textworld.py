@@ -20,8 +20,8 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 from torchrl_llm.envs.columns import ExtraKinds
 from torchrl_llm.envs.env_spec import EnvSpec
+from torchrl_llm.envs.faults import UnknownEnvironmentError
 from torchrl_llm.envs.isolation import IsolatedEnv, kept_global_rng
-from torchrl_llm.envs.text_env import UnknownEnvironmentError
 from torchrl_llm.utils.hints import nearest
 from torchrl_llm.utils.optional import import_extra
 
@@ -438,7 +438,7 @@ def resolve_textworld(env_id: str) -> EnvSpec:
     Examples:
         >>> resolve_textworld("textworld:chess")
         Traceback (most recent call last):
-        torchrl_llm.envs.text_env.UnknownEnvironmentError: There is no game 'textworld:chess'; expected one of [...]. Did you mean ...?
+        torchrl_llm.envs.faults.UnknownEnvironmentError: There is no game 'textworld:chess'; expected one of [...]. Did you mean ...?
     """
     name = env_id.removeprefix("textworld:")
     if name not in GAMES:

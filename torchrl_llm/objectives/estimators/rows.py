@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm import functional as F
-from torchrl_llm import keys
+from torchrl_llm import keys, turn_columns
 from torchrl_llm.keys import NestedKey
 
 
@@ -127,11 +127,11 @@ def numbers_of(rows: TensorDictBase, option: str, name: str) -> Tensor:
 def _check_turns_of_calls(rows: TensorDictBase, extras: dict[str, Tensor], name: str, option: str) -> None:
     """Refuse a state that is not known where the response has called a tool, and only there: credit
     would depend on whether it does."""
-    calls = extras.get(keys.TOOL_CALLS[-1])
+    calls = extras.get(turn_columns.TOOL_CALLS[-1])
     if calls is None or option == "components":
         return
     value = extras[name]
-    blank = value.isnan() if value.is_floating_point() else (value == 0) | (value == keys.EMPTY_TEXT)
+    blank = value.isnan() if value.is_floating_point() else (value == 0) | (value == turn_columns.EMPTY_TEXT)
     if bool((blank & (calls > 0)).any()):
         raise ValueError(
             f"{option} names {name!r}, which turns that call tools do not have (ToolEnv executes the call, and the environment is not "
