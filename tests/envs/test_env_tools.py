@@ -25,6 +25,8 @@ from torchrl_llm.envs.tool_env import ToolEnv, with_tools
 from torchrl_llm.envs.tools import ToolError, tool_schemas
 from torchrl_llm.metrics.rollouts import rollout_metrics
 from torchrl_llm.objectives import GroupRelative
+from torchrl_llm.runs import RunSettings
+from torchrl_llm.runs.environments import make_environment, stock_env
 from torchrl_llm.runs.identity import names_of_parts
 from torchrl_llm.testing.environments import Echo, StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
@@ -611,3 +613,52 @@ class TestTorchRL:
         assert env.formatter.tools == ()
         env.rollout(1, ScriptedPolicy(lambda *_: written, tokenizer=byte_tokenizer(), max_output_tokens=100))
         assert env.slots[0].steps[0].message == 'add: {"result": 3}\nError: Its arguments are no object.'
+
+
+class Notebook:
+    """Tools with a state."""
+
+    def __init__(self):
+        self.said = []
+
+    def schemas(self):
+        return [{"name": "note", "parameters": {"properties": {"text": {"type": "string"}}}}]
+
+    def call(self, name, arguments):
+        self.said.append(arguments["text"])
+        return " ".join(self.said)
+
+
+class TestSetting:
+    """Tools that the settings of a run name."""
+
+    def env(self, tokenizer, given=Echo, **settings):
+        tools = [f"{__name__}:look", f"{__name__}:Notebook"]
+        settings = {"model_path": "tiny", "tools": tools, "num_envs": 2, "batch_size": 2, **settings}
+        config = RunSettings.from_values(**settings, max_model_len=2048, max_output_tokens=128)
+        return make_environment(config, tokenizer, stock_env(config, given), stream="train")
+
+    def test_they_are_called_and_each_slot_has_its_own(self, tokenizer):
+        call = '<tool_call>\n{{"name": "note", "arguments": {{"text": "{}"}}}}\n</tool_call>'
+        policy = ScriptedPolicy(
+            lambda episode, turn, context: call.format("ab"[episode]), tokenizer=tokenizer, max_output_tokens=128
+        )
+        env = self.env(tokenizer)
+        prompt = env.rollout(2, policy)[:, 1]["tokens"]
+        texts = [tokenizer.decode(ids[:n]) for ids, n in zip(prompt["prompt"], prompt["prompt_length"], strict=True)]
+        for text, noted in zip(texts, "ab", strict=True):
+            assert '"name": "look"' in text
+            assert f"{noted}<|im_end|>\n<|im_start|>assistant\n" in text
+        assert {schema["function"]["name"] for schema in env.formatter.tools} == {"look", "note"}
+
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ({"tools": [f"{__name__}:nothing"]}, r"tools names 'test_env_tools:nothing', which cannot be imported"),
+            ({"tools": [f"{__name__}:ADD"]}, r"tool"),
+            ({"collector": "self_play", "group_size": 2}, r"tools are of environments with one player"),
+        ],
+    )
+    def test_others_are_refused(self, tokenizer, settings, said):
+        with pytest.raises(ConfigError, match=said):
+            self.env(tokenizer, **settings)

@@ -54,6 +54,22 @@ BASE = {
 quarter of a second."""
 
 
+CALLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}\n"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def look(place: str) -> str:
+    """Look somewhere.
+
+    Args:
+        place: where.
+    """
+    return f"Nothing is in the {place}."
+
+
 class Guess:
     """Two turns, each paid by what is said."""
 

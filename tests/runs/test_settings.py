@@ -17,6 +17,7 @@ from instances import usual
 from setting_traces import (
     ADAPTERS,
     BASE,
+    CALLS,
     Biased,
     Case,
     Failing,
@@ -161,6 +162,11 @@ LAW: dict[str, list[Case]] = {
     "env_name": [works("game:GuessTheNumber-v0-hard")],
     "env_weights": [works([1.0, 9.0], **MIXED), idle([2.0]), idle([1.0, 9.0], run=own_env)],
     "env_options": [works({"max_turns": 1}), idle({"max_turn": 1}), idle({"max_turns": 1}, run=own_env)],
+    "tools": [
+        works(["setting_traces:look"], chat_template=CALLS),
+        idle(["setting_traces:look"], run=own_env, chat_template=CALLS),
+        idle(["setting_traces:Look"], chat_template=CALLS),
+    ],
     "adaptive_mixture": [works(True, batch_size=16, max_iterations=3, **MIXED), idle(True)],
     "num_envs": [works(2)],
     "max_turns": [works(1)],

@@ -86,6 +86,7 @@ class TestFolders:
                 {"env_name": "unheard:of", "env_options": {"command": "id"}},
                 """--env-name unheard:of --env-options '{"command": "id"}'""",
             ),
+            ({"tools": ["strange_code:play"]}, """--tools '["strange_code:play"]'"""),
             ({"chat_template": "/etc/hostname"}, "--chat-template /etc/hostname"),
             ({"max_model_len": 10**12}, "--max-model-len 1000000000000"),
         ],

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
-from torchrl_llm.envs import EnvSpec, GEMEnv, SelfPlayEnv, resolve_env
+from torchrl_llm.envs import EnvSpec, GEMEnv, SelfPlayEnv, resolve_env, with_tools
 from torchrl_llm.envs.registry import named_env
 from torchrl_llm.envs.tasks import Stream
 from torchrl_llm.runs.build import given_options
 from torchrl_llm.runs.config import ConfigError, RunSettings
 from torchrl_llm.runs.settings import FORMATTER, AsyncRollouts, SelfPlayRollouts
-from torchrl_llm.utils.named import make_named
+from torchrl_llm.utils.named import find_named, make_named
 
 _ENVIRONMENT = (
     *("max_turns", "max_model_len", "max_output_tokens", "overflow", *FORMATTER),
@@ -65,6 +65,10 @@ def check_environment(config: RunSettings, env: Any, make_env: Any) -> None:
             f"env_options={config.env.env_options} are for the environments of env_name, and one is given in Python: leave them out, and "
             "make it with them there."
         )
+    if config.env.tools and make_env is not None:
+        raise ConfigError(
+            f"tools={config.env.tools} does nothing with make_env, which decides on the environments: leave it out."
+        )
 
 
 def stock_env(config: RunSettings, env: Any = None) -> Callable[..., GEMEnv]:
@@ -85,6 +89,8 @@ def stock_env(config: RunSettings, env: Any = None) -> Callable[..., GEMEnv]:
         return _own_env(config, own[0], names)
     # Ids are resolved here: workers on Ray may not have registered the family.
     sources = env or [_with_options(name, config.env.env_options) for name in names]
+    if config.env.tools:
+        sources = _with_tools(config, sources if isinstance(sources, list | tuple) else [sources])
     kind = SelfPlayEnv if config.collector == "self_play" else GEMEnv
     return partial(kind, sources, weights=config.env.env_weights, divide=True)
 
@@ -99,9 +105,27 @@ def _own_env(config: RunSettings, kind: type[GEMEnv], names: list[str]) -> Calla
         raise ConfigError(
             f"env_name names {kind.__name__}, which is no SelfPlayEnv, and collector is 'self_play': choose another."
         )
+    if config.env.tools:
+        raise ConfigError(
+            f"env_name names {kind.__name__}, which makes its environments itself, and tools={config.env.tools}: leave tools out, and give "
+            "them to it there."
+        )
     if decided := sorted(config.env.env_options.keys() & _DECIDED):
         raise ConfigError(f"env_options has {', '.join(decided)}, which other settings of a run decide: leave it out.")
     return partial(make_named, "env_name", names[0], kind, **config.env.env_options)
+
+
+def _with_tools(config: RunSettings, sources: Sequence[Any]) -> list[EnvSpec]:
+    """Environments whose policy may call the tools that the settings name."""
+    if config.collector == "self_play":
+        raise ConfigError("tools are of environments with one player, and collector is 'self_play': leave them out.")
+    found = {name: find_named("tools", name, "a function, or of a class of tools") for name in config.env.tools or ()}
+
+    def make() -> list[Any]:
+        kinds = {name: each for name, each in found.items() if isinstance(each, type)}
+        return [*({**found, **{name: make_named("tools", name, kind) for name, kind in kinds.items()}}).values()]
+
+    return [with_tools(source, make) for source in sources]
 
 
 def _with_options(name: str, options: dict[str, Any]) -> EnvSpec:

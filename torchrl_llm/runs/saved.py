@@ -118,7 +118,7 @@ class SavedModel:
             left_out |= {"quantization", "dtype"}  # the files have a dtype of their own
         same = "env_name" in changes and changes["env_name"] == self.settings.get("env_name")
         if "env_name" in changes and not same:
-            left_out |= {"env_weights", "env_options"}
+            left_out |= {"env_weights", "env_options", "tools"}
         kept = {name: self.settings[name] for name in names if name in self.settings.keys() - left_out}
         # The folder's options of an environment that its user names are asked for as the folder's.
         named = {"env_name": changes["env_name"]} if same and kept.get("env_options") else {}

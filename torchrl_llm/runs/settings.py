@@ -212,6 +212,10 @@ class EnvSettings(Checked):
     env_options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment, such as {"max_turns": 4}, in place of those that its id stands
     for; of a mixture, of each."""
+    tools: list[str] | None = None
+    """Tools that the policy may call, each as "package.module:name" of a function, or of a class,
+    of which each slot has an object of its own. The chat template shows them
+    (torchrl_llm.envs.with_tools)."""
     adaptive_mixture: bool = False
     """Sample the environments of a mixture more often that are won about half of the time:
     env_weights count times p (1 - p) + 0.05 for a recent success rate p, which changes between

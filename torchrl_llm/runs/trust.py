@@ -77,6 +77,8 @@ def _asked(settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]
     # data.
     if isinstance(opponent, str) and ":" in opponent and not Path(opponent).expanduser().exists():
         yield f"the opponent {opponent!r}, which is imported and called", ("opponent",)
+    if tools := settings.get("tools"):
+        yield f"the tools {tools}, which are imported and called", ("tools",)
     template = settings.get("chat_template")
     if template is not None and not is_template(str(template)):  # runs keep the text
         yield f"the chat template in the file {template!r}, which is none of its own", ("chat_template",)
