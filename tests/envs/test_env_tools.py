@@ -16,7 +16,7 @@ from torchrl.envs.llm.transforms.tools import XMLBlockParser
 
 from torchrl_llm import keys, turn_columns
 from torchrl_llm.collectors import TurnCollector
-from torchrl_llm.envs import CHATML, ChatFormatter, EnvironmentFault, GEMEnv, Response, text_key
+from torchrl_llm.envs import CHATML, ChatFormatter, EnvironmentFault, GEMEnv, Response, Summarize, text_key
 from torchrl_llm.envs.env_spec import EnvSpec
 from torchrl_llm.envs.text_env import TextStep
 from torchrl_llm.envs.tool_arguments import check_arguments
@@ -662,3 +662,176 @@ class TestSetting:
     def test_others_are_refused(self, tokenizer, settings, said):
         with pytest.raises(ConfigError, match=said):
             self.env(tokenizer, **settings)
+
+
+class Store(Echo):
+    """An environment that is a set of tools itself."""
+
+    def __init__(self):
+        super().__init__(turns=3)
+        self.seeds, self.open = [], True
+
+    def reset(self, seed):
+        assert self.open
+        self.seeds.append(seed)
+        return super().reset(seed)
+
+    def schemas(self):
+        return [{"name": "buy", "parameters": {"properties": {"what": {"type": "string"}}}}]
+
+    def call(self, name, arguments):
+        return f"Bought {arguments['what']}."
+
+    def close(self):
+        assert self.open
+        self.open = False
+
+
+def goto(place: tuple[int, int]) -> str:
+    """Go.
+
+    Args:
+        place: x and y.
+    """
+    x, y = place
+    return f"at {x + y}"
+
+
+def total(prices: dict[str, int]) -> int:
+    """Add up.
+
+    Args:
+        prices: by name.
+    """
+    return sum(prices.values())
+
+
+def append(numbers: list[int]) -> list[int]:
+    """Append a 5.
+
+    Args:
+        numbers: any.
+    """
+    numbers.append(5)
+    return numbers
+
+
+class Color(Enum):
+    RED = "red"
+
+
+def paint(colors: list[Color] | None = None) -> str:
+    """Paint.
+
+    Args:
+        colors: any.
+    """
+    return str(colors)
+
+
+def many(*numbers: int) -> str:
+    """Take many.
+
+    Args:
+        numbers: any.
+    """
+    return str(numbers)
+
+
+def colors() -> set[str]:
+    """All colors."""
+    return {"red", "green", "blue"}
+
+
+class TestOtherTools:
+    def said(self, tools, call, env=None):
+        tools_env = ToolEnv(env or StopOrGo(), tools)
+        tools_env.reset(seed=3)
+        return tools_env.step(Response("", calls=(call,)))
+
+    @pytest.mark.parametrize("place", [[1], ["a", 1], [1, 2, 3]])
+    def test_a_tuple_has_its_length_and_kinds(self, place):
+        text, *_, info = self.said([goto], ToolCall("goto", {"place": place}))
+        assert text.startswith("Error: The argument 'place' is ")
+        assert "prefixItems" in text
+        assert info["tool_faults"] == 1
+        assert self.said([goto], ToolCall("goto", {"place": [1, 2]}))[0] == "at 3"
+
+    def test_the_values_of_an_object_have_their_kind(self):
+        text = self.said([total], ToolCall("total", {"prices": {"bolt": "7"}}))[0]
+        assert text.startswith("Error: The argument 'prices' is ")
+        assert self.said([total], ToolCall("total", {"prices": {"bolt": 7}}))[0] == "7"
+
+    def test_a_call_is_not_what_its_tool_makes_of_it(self):
+        call = ToolCall("append", {"numbers": [1]})
+        assert self.said([append], call)[0] == "[1, 5]"
+        assert call.arguments == {"numbers": [1]}
+
+    def test_a_set_is_shown_in_one_order(self):
+        assert self.said([colors], ToolCall("colors", {}))[0] == '["blue", "green", "red"]'
+
+    @pytest.mark.parametrize(("tool", "why"), [(paint, "as an Enum"), (many, "any number of arguments")])
+    def test_what_calls_cannot_give_is_refused(self, tool, why):
+        with pytest.raises(ConfigError, match=why):
+            tool_schemas([tool])
+
+    @pytest.mark.parametrize("more", [[], [add]])
+    def test_an_environment_that_is_a_tool_is_reset_once_and_closed_by_its_owner(self, more):
+        spec = with_tools(Store, lambda env: [env, *more])
+        env = spec.make()
+        for seed in (1, 2):
+            env.reset(seed=seed)
+            assert env.step(Response("", calls=(ToolCall("buy", {"what": "milk"}),)))[0] == "Bought milk."
+        assert env.env.seeds == [1, 2]
+        assert env.env.open
+
+    def test_a_method_is_as_safe_as_its_environment(self):
+        class Safe(Store):
+            thread_safe = True
+
+            def ask(self) -> str:
+                """Ask."""
+                return "Yes."
+
+        assert ToolEnv(Safe(), lambda env: [env.ask]).thread_safe
+        assert not ToolEnv(Safe(), lambda env: [env.ask, add]).thread_safe
+
+    def test_an_extra_may_be_called_success(self, tokenizer):
+        class Told(Echo):
+            extras: ClassVar = {"success": float}
+
+            def step(self, action):
+                return *super().step(action)[:4], {"success": 1.0}
+
+        policy = ScriptedPolicy(
+            lambda episode, turn, context: [ADD, "Hi."][turn % 2], tokenizer=tokenizer, max_output_tokens=128
+        )
+        env = GEMEnv(with_tools(Told, [add]), tokenizer=tokenizer, max_output_tokens=128, max_model_len=2048)
+        turns = env.rollout(3, policy)
+        assert turns["next", "extra", "success"].flatten().isnan().tolist() == [True, False, True]
+        assert env.lockstep.faults.counts == {}
+
+    def test_names_that_tools_write_are_refused(self):
+        class Results(Echo):
+            extras: ClassVar = {"tool_results": str}
+
+        with pytest.raises(ConfigError, match=r"the extra 'tool_results', which tools write"):
+            ToolEnv(Results(), [add])
+
+    def test_the_calls_in_a_summary_are_none(self, tokenizer):
+        policy = ScriptedPolicy(lambda episode, turn, context: ADD, tokenizer=tokenizer, max_output_tokens=128)
+        rule = Summarize("Sum up.", at_tokens=300)
+        env = GEMEnv(
+            with_tools(Echo, [add]),
+            tokenizer=tokenizer,
+            max_output_tokens=128,
+            max_model_len=2048,
+            context_rule=rule,
+        )
+        turns = env.rollout(6, policy)
+        counted, segment = (x.flatten().tolist() for x in (turns["next", "extra", "tool_calls"], turns["segment"]))
+        assert max(segment) > 0
+        summaries = [i for i in range(5) if segment[i + 1] > segment[i]]
+        assert [counted[i] for i in summaries] == [0.0] * len(summaries)
+        # of the last turn nothing shows whether it is one
+        assert [n for i, n in enumerate(counted[:5]) if i not in summaries] == [1.0] * (5 - len(summaries))

@@ -19,6 +19,9 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
 }
 
 
+_SHOWN_WHOLE = {"items", "prefixItems", "properties", "additionalProperties", "anyOf", "oneOf", "const"}
+
+
 def check_arguments(parameters: Schema, arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that the schema of a tool does not have, or has otherwise.
 
@@ -55,13 +58,26 @@ def _fits(schema: Any, value: Any) -> bool:
     if kinds is not None and not _is_of([kinds] if isinstance(kinds, str) else kinds, value):
         return False
     if isinstance(value, list):
-        return all(_fits(schema.get("items"), each) for each in value)
-    inner = schema.get("properties")
-    if not (isinstance(value, dict) and isinstance(inner, Mapping)):
-        return True
-    return all(name in value for name in schema.get("required") or ()) and all(
-        _fits(inner.get(name), each) for name, each in value.items()
-    )
+        return _fit_items(schema, value)
+    return _fit_properties(schema, value) if isinstance(value, dict) else True
+
+
+def _fit_items(schema: Mapping[str, Any], value: list[Any]) -> bool:
+    first = schema.get("prefixItems") or []
+    # JSON Schema would take fewer or more; this is what is written of a tuple, which would not.
+    if first and "items" not in schema and len(value) != len(first):
+        return False
+    pairs = zip(value, [*first, *[schema.get("items")] * len(value)], strict=False)
+    return all(_fits(each, item) for item, each in pairs)
+
+
+def _fit_properties(schema: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+    known, other = schema.get("properties") or {}, schema.get("additionalProperties")
+    if any(name not in value for name in schema.get("required") or ()):
+        return False
+    if other is False and not value.keys() <= known.keys():
+        return False
+    return all(_fits(known.get(name, other), each) for name, each in value.items())
 
 
 def _is_of(kinds: list[str], value: Any) -> bool:
@@ -74,7 +90,7 @@ def _expected(schema: Any) -> str:
     if "enum" in schema:
         return f"one of {', '.join(map(json.dumps, schema['enum']))}"
     kind = schema.get("type")
-    if kind is None or {*schema} & {"items", "properties", "anyOf", "oneOf", "const"}:
+    if kind is None or {*schema} & _SHOWN_WHOLE:
         return json.dumps(schema)[:200]
     return kind if isinstance(kind, str) else " or ".join(kind)
 

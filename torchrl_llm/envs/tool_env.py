@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -97,17 +98,22 @@ class ToolEnv:
         self._take(_made(tools, lambda: env))
         own = getattr(env, "extras", None) if extras is None else extras
         self._own = dict(own) if isinstance(own, Mapping) else {}
+        if taken := sorted(self._own.keys() & {"use_tool", "tool_results", FAULTS, CALLS}):
+            raise ConfigError(
+                f"The environment declares the extra {taken[0]!r}, which tools write: give it another name."
+            )
         self.extras = {**self._own, **_counted(parser)}
 
     def _take(self, tools: Sequence[Tool]) -> None:
         self._schemas = {schema["function"]["name"]: schema["function"] for schema in tool_schemas(tools)}
         self._functions = {name: function for tool in tools for name, function in _functions_of(tool)}
         self._tools = [*tools]
+        self._others = [tool for tool in tools if tool is not self.env]  # which may be one of them
 
     @property
     def thread_safe(self) -> bool:
         """Whether the environment and all tools are."""
-        return all(getattr(each, "thread_safe", False) for each in (self.env, *self._tools))
+        return all(map(_is_thread_safe, (self.env, *self._tools)))
 
     def __getattr__(self, name: str) -> Any:
         # What the environment declares: hidden_state, close.
@@ -119,12 +125,12 @@ class ToolEnv:
         """Start an episode of the environment, and of tools with a state: those that have
         ``reset()`` are reset, and all others that a function made are made again."""
         self._left = self.max_calls
-        if self._make is not None and not all(hasattr(tool, "reset") for tool in self._tools):
-            for tool in self._tools:
+        if self._make is not None and not all(hasattr(tool, "reset") for tool in self._others):
+            for tool in self._others:
                 if hasattr(tool, "close"):
                     tool.close()
             self._take(_made(self._make, lambda: self.env))
-        for tool in self._tools:
+        for tool in self._others:
             if hasattr(tool, "reset"):
                 tool.reset()
         return self.env.reset(**kwargs)
@@ -160,7 +166,8 @@ class ToolEnv:
         if call.name not in self._functions:
             raise ToolError(f"There is no tool {call.name!r:.80}; the tools are {', '.join(self._functions)}.")
         check_arguments(self._schemas[call.name].get("parameters") or {}, call.arguments)
-        return self._functions[call.name](**call.arguments)
+        # What a tool does to its arguments is no change of the call, which is recorded.
+        return self._functions[call.name](**deepcopy(dict(call.arguments)))
 
 
 def _parsed(parser: ToolParser, action: str) -> list[ToolCall | BadCall]:
@@ -215,7 +222,8 @@ def with_tools(
 
     made = _made(tools, make_env)
     schemas = tool_schemas(made)
-    for each in (*made, *opened) if callable(tools) else ():
+    # The environment may be a tool itself.
+    for each in {id(each): each for each in (*made, *opened)}.values() if callable(tools) else ():
         if hasattr(each, "close"):
             each.close()
     names = tuple(schema["function"]["name"] for schema in schemas)
@@ -286,6 +294,18 @@ def _call_of(tool: ToolSet, tool_name: str, /, **arguments: Any) -> Any:
     return tool.call(tool_name, arguments)
 
 
+def _is_thread_safe(part: Any) -> bool:
+    """Whether an environment or a tool says so; for a method its object does."""
+    return any(getattr(each, "thread_safe", False) for each in (part, getattr(part, "__self__", None)))
+
+
+def _as_list(result: Any) -> list[Any]:
+    """A set, whose order would differ between processes, for JSON."""
+    if not isinstance(result, set | frozenset):
+        raise TypeError
+    return sorted(result, key=repr)
+
+
 def _as_text(result: Any) -> str:
     """What the policy reads of a tool's result.
 
@@ -295,7 +315,7 @@ def _as_text(result: Any) -> str:
     if inspect.iscoroutine(result):
         result.close()  # or Python warns that nobody awaited it
     try:
-        text = str(result) if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        text = str(result) if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_as_list)
     except (TypeError, ValueError):
         text = str(result)
     if not isinstance(result, str) and re.search(r" at 0x[0-9a-f]+>", text):

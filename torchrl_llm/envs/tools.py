@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, get_args, get_type_hints, runtime_checkable
 from weakref import WeakKeyDictionary
 
 from transformers.utils import get_json_schema
@@ -112,15 +112,34 @@ def _schema_of_service(service: ToolService) -> Schema:
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
+def _hints_of(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """Its type hints; those that are text, if they cannot be evaluated, as they stand."""
+    try:
+        return get_type_hints(function)
+    except (NameError, TypeError, AttributeError):
+        return getattr(function, "__annotations__", {})
+
+
+def _has_enum(hint: Any) -> bool:
+    """Whether a value of this type may be or hold a member of an ``Enum``."""
+    return (isinstance(hint, type) and issubclass(hint, Enum)) or any(map(_has_enum, get_args(hint)))
+
+
 def _check_parameters(function: Callable[..., Any]) -> None:
     """Refuse what calls cannot give: arguments by position, members of an ``Enum``, ``self``."""
+    hints = _hints_of(function)
     for name, each in inspect.signature(function, eval_str=False).parameters.items():
         if name == "self":
             raise ConfigError(
                 f"The tool {function.__qualname__!r} is a method without its object: give the method of an object, which "
                 "with_tools(Env, lambda env: [env.method]) takes from the environment."
             )
-        is_enum = isinstance(each.annotation, type) and issubclass(each.annotation, Enum)
+        if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+            raise ConfigError(
+                f"The tool {function.__name__!r} takes any number of arguments ({str(each).partition(':')[0]}); calls give those that its schema has: "
+                "name each."
+            )
+        is_enum = _has_enum(hints.get(name))
         if each.kind is each.POSITIONAL_ONLY or is_enum:
             raise ConfigError(
                 f"The tool {function.__name__!r} takes {name!r} {'as an Enum' if is_enum else 'by position'}; calls give JSON by name: take "

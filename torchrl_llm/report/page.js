@@ -135,10 +135,11 @@ function extras(episode) {
 // The calls of tools in a turn, as they were read: {name, arguments}, or {text, reason} of what is none.
 function callsOf(episode, turn) {
   const piece = episode.texts[CALLS]?.[turn];
+  const text = piece == null ? "" : index.pieces[piece];
   try {
-    return piece == null ? [] : JSON.parse(index.pieces[piece] || "[]");
+    return JSON.parse(text || "[]");
   } catch {
-    return []; // a text that was cut
+    return [{ text, reason: "it was cut, because it is too long to be kept" }];
   }
 }
 
