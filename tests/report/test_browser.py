@@ -357,6 +357,21 @@ def test_calls_of_tools_are_cards(driver, tmp_path):
     assert driver.get_log("browser") == []
 
 
+def test_a_list_of_calls_that_was_cut_is_a_card_that_says_so(driver, tmp_path):
+    rows, pieces, found = tool_rows()
+    found = {key: text[:-5] if "here" in text else text for key, text in found.items()}
+    write_metrics(tmp_path)
+    write_result(tmp_path)
+    write_rows(tmp_path, rows, pieces=pieces, texts=found)
+    driver.get("about:blank")
+    driver.get(f"{write_report(tmp_path).as_uri()}#episodes/0")
+    until(driver, "document.querySelectorAll('#view-episodes .detail .model').length === 5")
+    (card,) = driver.find_element("css selector", "#view-episodes .model").find_elements("css selector", ".call")
+    name, label, text, _, reason = card.text.split("\n")
+    assert (name, label, reason) == ("no call", "text", "it was cut, because it is too long to be kept")
+    assert text.startswith('[{"name": "look"')
+
+
 def test_extras_of_environments_are_in_the_lanes_and_at_the_turns(opened):
     driver = opened("episodes/2")
     until(driver, "document.querySelector('#view-episodes .detail .text')")

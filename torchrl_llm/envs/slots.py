@@ -250,7 +250,8 @@ class SlotMachine:
             said = formatter.decode(response)
             if state.asked:
                 step = state.steps[-1]._replace(reward=0.0, success=None, extras=NO_EXTRAS)
-                said = Response(said, text=said.text, thinking=said.thinking)  # whose calls nobody executes
+                # Calls in it are executed by nobody.
+                said = Response(said, text=said.text, thinking=said.thinking)
             else:
                 step = state.envs[state.task_spec.env_id].step(said)
             split = said if window.rebuilds or formatter.columns else None

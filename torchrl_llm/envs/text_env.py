@@ -109,7 +109,8 @@ class TextStep(NamedTuple):
         if not (_is_flag(terminated) and _is_flag(truncated)):
             raise TypeError(f"step() returned {terminated=!r:.50}, {truncated=!r:.50}; expected booleans")
         success, tool = (plain_number(info.get(name)) for name in ("success", "use_tool"))
-        if success != success:  # blank: an extra of this name, in a turn of calls
+        # Of an environment that declares an extra of this name, a turn of calls has NaN.
+        if tool and success != success:
             success = None
         for name, flag in (("success", success), ("use_tool", tool)):
             if flag is not None and not _is_flag(flag):
