@@ -339,14 +339,19 @@ def test_thinking_and_what_was_there_before_are_folded(driver, tmp_path):
     assert driver.get_log("browser") == []
 
 
-def test_calls_of_tools_are_cards(driver, tmp_path):
+def open_calls(driver, folder, kept=lambda text: text):
+    """Open the episode of :func:`tool_rows`, of whose texts ``kept`` says what is left."""
     rows, pieces, found = tool_rows()
-    write_metrics(tmp_path)
-    write_result(tmp_path)
-    write_rows(tmp_path, rows, pieces=pieces, texts=found)
+    write_metrics(folder)
+    write_result(folder)
+    write_rows(folder, rows, pieces=pieces, texts={key: kept(text) for key, text in found.items()})
     driver.get("about:blank")
-    driver.get(f"{write_report(tmp_path).as_uri()}#episodes/0")
+    driver.get(f"{write_report(folder).as_uri()}#episodes/0")
     until(driver, "document.querySelectorAll('#view-episodes .detail .model').length === 5")
+
+
+def test_calls_of_tools_are_cards(driver, tmp_path):
+    open_calls(driver, tmp_path)
     turns = driver.find_elements("css selector", "#view-episodes .model")
     cards = [[card.text.split("\n") for card in turn.find_elements("css selector", ".call")] for turn in turns]
     assert cards[0] == [["look", "place", place, "markup", "<i>"] for place in ("here", "there")]
@@ -358,14 +363,7 @@ def test_calls_of_tools_are_cards(driver, tmp_path):
 
 
 def test_a_list_of_calls_that_was_cut_is_a_card_that_says_so(driver, tmp_path):
-    rows, pieces, found = tool_rows()
-    found = {key: text[:-5] if "here" in text else text for key, text in found.items()}
-    write_metrics(tmp_path)
-    write_result(tmp_path)
-    write_rows(tmp_path, rows, pieces=pieces, texts=found)
-    driver.get("about:blank")
-    driver.get(f"{write_report(tmp_path).as_uri()}#episodes/0")
-    until(driver, "document.querySelectorAll('#view-episodes .detail .model').length === 5")
+    open_calls(driver, tmp_path, lambda text: text[:-5] if "here" in text else text)
     (card,) = driver.find_element("css selector", "#view-episodes .model").find_elements("css selector", ".call")
     name, label, text, _, reason = card.text.split("\n")
     assert (name, label, reason) == ("no call", "text", "it was cut, because it is too long to be kept")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -120,12 +120,15 @@ def _with_tools(config: RunSettings, sources: Sequence[Any]) -> list[EnvSpec]:
     if config.collector == "self_play":
         raise ConfigError("tools are of environments with one player, and collector is 'self_play': leave them out.")
     found = {name: find_named("tools", name, "a function, or of a class of tools") for name in config.env.tools or ()}
+    # Functions alone have no state: they are not made again, and read again, in each episode.
+    has_state = any(isinstance(each, type) for each in found.values())
+    tools = partial(_made_tools, found) if has_state else [*found.values()]
+    return [with_tools(source, tools) for source in sources]
 
-    def make() -> list[Any]:
-        kinds = {name: each for name, each in found.items() if isinstance(each, type)}
-        return [*({**found, **{name: make_named("tools", name, kind) for name, kind in kinds.items()}}).values()]
 
-    return [with_tools(source, make) for source in sources]
+def _made_tools(found: Mapping[str, Any]) -> list[Any]:
+    """Functions as they are, and an object of each class, by the names that settings give."""
+    return [make_named("tools", name, each) if isinstance(each, type) else each for name, each in found.items()]
 
 
 def _with_options(name: str, options: dict[str, Any]) -> EnvSpec:
